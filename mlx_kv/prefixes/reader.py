@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.nn as nn
 
@@ -21,23 +21,9 @@ from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, Tw
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, kind_of, leaves
+from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.settings import MOST_TOKENS, shown
-
-
-class Prefixes(Protocol):
-    """Finds and keeps processed prompts."""
-
-    def bind(self, find: Callable[[], str]) -> None:
-        """Sets the fingerprint of model and policy to that of `find`, unless there is one."""
-        ...
-
-    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
-        """New caches that have read a prefix of these tokens, and its length; never all of them."""
-        ...
-
-    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
-        """Keeps caches that have read exactly these tokens; it may decline."""
-        ...
 
 
 class PromptReader:
@@ -67,7 +53,7 @@ class PromptReader:
         model: Callable[..., Any],
         caches: list[Any],
         tokens: Sequence[int],
-        store: Prefixes | None = None,
+        store: PromptMemory | PromptStore | None = None,
         step: int | None = None,
         instructions: Instructions = NO_INSTRUCTIONS,
     ) -> None:

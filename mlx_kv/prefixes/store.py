@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -160,14 +160,6 @@ class PackedEntry:
     caches: serialization.PackedCaches
 
 
-class Listing(NamedTuple):
-    """The files of a store: all names, the entries with an index, and the digests of blocks."""
-
-    files: list[str]
-    entries: set[str]
-    blocks: set[str]
-
-
 class PromptStore(PrefixCache[IndexedEntry]):
     """Processed prompts in a folder.
 
@@ -270,8 +262,8 @@ class PromptStore(PrefixCache[IndexedEntry]):
         self.misses += 1
         return None
 
-    def refresh(self) -> Listing:
-        """Lists the folder, and reads the indexes of new entries."""
+    def refresh(self) -> tuple[list[str], set[str]]:
+        """Lists the folder, and reads the indexes of new entries; returns all names, and the digests of all blocks."""
         while self._unusable:
             self._remove(self._unusable.pop())
         files = os.listdir(self._folder)
@@ -296,7 +288,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
                     self._table.add(name, found)
                 else:
                     self._others[name] = found
-        return Listing(files, entries, digests)
+        return files, digests
 
     def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
         """Reads the entry for the longest prefix of a prompt; skips missing ones, and removes damaged ones."""
@@ -380,22 +372,22 @@ class PromptStore(PrefixCache[IndexedEntry]):
 
     def write(self, new: PackedEntry) -> bool:
         """Writes a packed entry; returns the same as `keep`."""
-        listing, name, published = self.refresh(), new.name, False
+        (_, existing), name, published = self.refresh(), new.name, False
         if (covering := self._table.covering(new.entry)) is not None:
             self._touch(covering)
             return False
         entry, cut = self._cut(new)
         self._touch(name)  # other processes see that a writer is at work, and remove nothing
         try:
-            self._write_data(name, cut, listing.blocks)
+            self._write_data(name, cut, existing)
             with self._locked():
-                listing = self.refresh()
-                if missing := entry.blocks.keys() - listing.blocks:  # which were removed meanwhile
+                files, existing = self.refresh()
+                if missing := entry.blocks.keys() - existing:  # which were removed meanwhile
                     self._write_data(name, cut, entry.blocks.keys() - missing)
                 self._replace(f"{name}.json", encode_index(entry))
                 published = True
                 self._table.add(name, entry)
-                self._sweep(listing.files)
+                self._sweep(files)
                 self._make_room(name, entry)
                 self._remove_released()
         except Exception:

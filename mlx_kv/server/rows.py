@@ -339,7 +339,7 @@ class Rows:
 
 
 class TieredPrefixes:
-    """`Prefixes` for one thread.
+    """Cached prefixes, for one thread.
 
     Args:
         store: None keeps prefixes in memory only.
