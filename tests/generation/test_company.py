@@ -25,7 +25,8 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import leaves
 
-TOKENS, CHUNK, NEARLY = 24, 8, 2e-3  # of an answer; that are read at once; a difference of logits
+TOKENS, CHUNK = 24, 8  # of an answer; that are read at once
+NEARLY, NEARLY_IF_COARSE = 2e-3, 2e-2  # differences of logits: in 8 bits; in fewer, where one rounding is more
 BEGINNING: list[int] = mx.random.randint(1, VOCAB, (90,), key=mx.random.key(1)).tolist()
 MIXED = [*PROMPTS[:6], [*BEGINNING, 7, 3, 9], *PROMPTS[6:], [*BEGINNING, 5, 11]]
 BUDGET: dict[str, Any] = {"budget": 24, "keep_recent": 8, "sinks": 2, "margin": 9}
@@ -54,10 +55,12 @@ POLICIES = {
     "a table, a ranking by layer": CachePolicy(**BUDGET, share="adaptive", layers=TABLE),
     "a table of layers, rotated": CachePolicy(**BUDGET, share="layer", layers=TABLE, codec="rotated", **EIGHT_BITS),
 }
+COARSE = ("8 and 4 bits", "mxfp8")
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "lfm2")  # full attention, windows, windows and sinks, recurrent layers
 OTHERS = ("qwen3", "olmo3", "mistral", "deepseek_v3", "deepseek_v32", "falcon_h1")
+REFUSED = [("gpt_oss", "the newest as they came")]  # its sinks: make_prompt_cache says so
 CASES = [
-    *((family, policy) for policy in POLICIES for family in FAMILIES),
+    *((family, policy) for policy in POLICIES for family in FAMILIES if (family, policy) not in REFUSED),
     *((family, "full") for family in OTHERS),
     *(("deepseek_v3", policy) for policy in ("8 bits", "max_kv_size", "budget", "budget, 8 bits, by head")),
 ]
@@ -65,14 +68,14 @@ CASES = [
 
 def policy_for(family: str, name: str) -> CachePolicy:
     settings = POLICIES[name]
-    if family == "lfm2" and settings.layers == TABLE:  # one layer of attention
-        return replace(settings, layers=TABLE[:1])
-    if family != "llama" and settings.layers == TABLE:  # half of their four layers have windows
-        return replace(settings, layers=TABLE[:2])
-    return settings
+    if family == "llama" or isinstance(settings.layers, str):
+        return settings
+    return replace(settings, layers=TABLE[:1] if family == "lfm2" else TABLE[:2])  # as many layers keep all tokens
 
 
-def until_a_tie(model: Any, policy: CachePolicy, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+def until_a_tie(
+    model: Any, policy: CachePolicy, prompts: list[list[int]], lengths: list[int], nearly: float
+) -> list[list[int]]:
     """The tokens of each prompt by itself; in a quantised cache up to the first whose two best logits nearly tie.
 
     There the last bit of a sum, which depends on the rows of a batch and on the CPU, can turn the rounding of a key.
@@ -85,7 +88,7 @@ def until_a_tie(model: Any, policy: CachePolicy, prompts: list[list[int]], lengt
         outputs.append([])
         for token, logprobs in steps:
             second, best = mx.sort(logprobs)[-2:].tolist()
-            if quantised and best - second < NEARLY:
+            if quantised and best - second < nearly:
                 break
             outputs[-1].append(int(token))
     return outputs
@@ -112,8 +115,8 @@ def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatc
     for token in told:
         got[token.index].append(token.token)
     assert [len(row) for row in got] == lengths
-    wanted = until_a_tie(model, policy, prompts, lengths)
-    assert sum(map(len, wanted)) > 0.8 * sum(lengths)
+    wanted = until_a_tie(model, policy, prompts, lengths, NEARLY_IF_COARSE if name in COARSE else NEARLY)
+    assert sum(map(len, wanted)) > (0.6 if name in COARSE else 0.8) * sum(lengths)
     assert [row[: len(each)] for row, each in zip(got, wanted, strict=True)] == wanted
     assert (counts.accepted > 0) == bool(how)
 
