@@ -1,16 +1,14 @@
-"""How a model's attention layers keep their keys and values: one frozen description, and the caches it makes.
+"""How a model's attention layers keep their keys and values: one frozen description.
 
-Settings are checked when a policy is made. What a model supports is passed in as `ModelTraits` and `CacheSpec`, which
-`mlxlm.convert.make_prompt_cache` reads off a model.
+All settings are checked when a policy is made. What a model supports of them is checked where its caches are made, in
+`mlxlm.convert`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
-
-import mlx.core as mx
+from typing import Any, cast
 
 from mlx_kv.cache.checks import check_storage
 from mlx_kv.cache.codecs import (
@@ -38,7 +36,6 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import KEEP_RECENT, Append, Budget, Chunks, Layout, Ring, default_keep_recent
 from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.state import CacheParts
-from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.policy_settings import SINKS as SINKS
 from mlx_kv.policy_settings import PolicySettings
 from mlx_kv.settings import SettingError, check_settings, shown
@@ -107,7 +104,7 @@ class CachePolicy(PolicySettings):
         if self.budget is None:
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
                 raise SettingError(
-                    f"{_names(unused)} is for a budget, but {{budget:is}}: give the number of tokens to keep"
+                    f"{names(unused)} is for a budget, but {{budget:is}}: give the number of tokens to keep"
                 )
         elif self.max_kv_size is not None:
             raise SettingError(
@@ -154,6 +151,7 @@ class CachePolicy(PolicySettings):
 
         Args:
             layout: as `layout()` makes it; None is full attention.
+            packed_decode: whether attention may get packed planes.
             layer_group, layer: with a budget, the sequence that this is a layer of, and which.
         """
         layout = self.layout() if layout is None else layout
@@ -220,6 +218,11 @@ class CachePolicy(PolicySettings):
         return wants is not None and wants.reread
 
     @property
+    def score_name(self) -> str:
+        """The name of the score; "fitted" for that of any calibration."""
+        return self._score.name.partition(":")[0]
+
+    @property
     def _score(self) -> Score:
         own = self.calibration if isinstance(self.score, str) and self.score == FITTED else None
         return find_score(self.score) if own is None else own.score
@@ -260,111 +263,6 @@ def given_policy(policy: CachePolicy | None) -> CachePolicy:
     return policy
 
 
-# --- the caches of a model --------------------------------------------------------------------------------------------
-
-
-class ModelTraits(NamedTuple):
-    """What a policy depends on in a model.
-
-    Attributes:
-        name, kinds: of its architecture and of its caches, for messages.
-        full, windowed, recurrent: whether some layer has full attention, a window or chunks, recurrent state.
-        unbounded: why its full attention must keep all tokens; None where some can be dropped.
-        answered: whether its attention can be computed here, as a residual needs.
-    """
-
-    name: str
-    kinds: Sequence[str]
-    full: bool
-    windowed: bool
-    recurrent: bool
-    unbounded: str | None
-    answered: bool
-
-
-class CacheSpec(NamedTuple):
-    """One attention cache of a model.
-
-    Attributes:
-        number: its place in the list of the model's caches.
-        window, sinks: tokens that a query sees, the first of which never go; a window of None is full attention.
-        chunk_size: of chunked attention.
-        indexer: whether it holds the keys of an indexer, which are stored as they are.
-        shapes: (B, H, S, D) and dtype of keys and of values, where they are known.
-    """
-
-    number: int
-    window: int | None
-    sinks: int
-    chunk_size: int | None
-    indexer: bool
-    shapes: Sequence[tuple[tuple[int, ...], mx.Dtype]]
-
-
-def fit_policy(policy: CachePolicy, traits: ModelTraits, strict: bool) -> CachePolicy:
-    """The policy without what a model does not support; strict, a SettingError where no layer supports a setting."""
-    why, bounded = traits.unbounded, traits.full and traits.unbounded is None
-    if not strict:
-        fitting = policy if why is None else policy.unbounded()
-        return fitting if traits.answered else replace(fitting, residual_length=0)
-    rings = traits.windowed or (bounded and policy.max_kv_size is not None)
-    supported = dict.fromkeys(BOUNDS, bounded)
-    supported["max_write"] = rings or (bounded and policy.budget is not None)
-    supported["max_rollback"] = rings or traits.recurrent
-    ignored = [name for name in policy.changed() if not supported.get(name, traits.full or traits.windowed)]
-    if not ignored and policy.residual_length and not traits.answered:
-        raise SettingError(
-            "{residual_length:is}, but attention of {} cannot be answered here: leave it out",
-            traits.name,
-            residual_length=policy.residual_length,
-        )
-    if not ignored:
-        return policy
-    reason = f"its caches are {', '.join(sorted(traits.kinds)) or 'none'}"
-    if traits.full and why is not None:
-        reason = why
-    elif not traits.full and traits.windowed and set(ignored) <= set(BOUNDS):
-        reason = "every one has a window of its own"
-    elif traits.full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
-        reason = "none has a window, so all can take back any number of tokens, and read as many"
-    raise SettingError(f"no layer of this model can honour {_names(ignored)}: {{}}; leave it out", reason)
-
-
-def _names(settings: Sequence[str]) -> str:
+def names(settings: Sequence[str]) -> str:
     """Names of settings, for the template of a `SettingError`."""
     return ", ".join(f"{{{name}}}" for name in settings)
-
-
-def make_layer_caches(
-    policy: CachePolicy, specs: Sequence[CacheSpec], packed_decode: bool, peers: CacheCommunicator = LOCAL
-) -> list[KVCache]:
-    """The attention caches of one sequence, one for each spec.
-
-    Args:
-        packed_decode: whether attention in every layer reads packed planes.
-
-    Raises:
-        ValueError: head dims that the codec cannot store, or budgets for other layers or that peers do not support.
-    """
-    full = sum(full_attention := [spec.window is None and spec.chunk_size is None for spec in specs])
-    if policy.budget is not None:
-        settings = {"share": policy.share, "layers": policy.layers, "score": policy._score.name.partition(":")[0]}
-        for (name, value), why in peers.unsupported.items():
-            if settings[name] == value:
-                raise SettingError(why)
-        measured = None if policy.calibration is None else policy.calibration.heads
-        for what, table in (("table of budgets", policy.table), ("calibration", measured)):
-            if table is not None and len(table) != peers.total_layers(full):
-                raise ValueError(
-                    f"the {what} has {len(table)} rows, and this model has {peers.total_layers(full)} layers of full "
-                    "attention: give a row for each of them, or run mlx-kv calibrate MODEL for this one"
-                )
-    layer_group, layer, caches = LayerGroup(peers), peers.first_layer, []
-    for spec, is_full in zip(specs, full_attention, strict=True):
-        own = policy.plain() if spec.indexer else policy.of_cache(spec.number)
-        for name, codec, shape in zip(("keys", "values"), own.codecs, spec.shapes, strict=False):
-            codec.check(name, mx.zeros(*shape))
-        layer += is_full
-        layout = own.layout(spec.window, spec.sinks, spec.chunk_size)
-        caches.append(own.make_cache(layout, packed_decode, layer_group, layer - 1))
-    return caches

@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 from mlx_kv.cache.checks import whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain
-from mlx_kv.cache.eviction.allocation import Scope
+from mlx_kv.cache.eviction.allocation import Scope, checked_allocation
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import DEFAULT, Growth
@@ -214,6 +214,7 @@ class CompressedKVCache(Combination):
         if keep_recent is None:
             residual = whole_number("residual_length", residual_length)
             keep_recent = default_keep_recent(whole_number("budget", budget, least=1), residual)
+        checked_allocation(share)
         evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
         storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}
         KVCache.__init__(self, bits, group_size, growth, reserve, evictor=evictor, **storage)

@@ -15,7 +15,7 @@ from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.mlxlm.batching import only_attention, padding_is_read, rows_must_be_equal
-from mlx_kv.mlxlm.convert import converted_caches
+from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 
@@ -30,10 +30,11 @@ def make_distributed_caches(
     Raises:
         ValueError: another policy than the leader's, or what `make_prompt_cache` refuses.
     """
-    _check_same(policy, communicator)
-    if policy.reads_twice:
-        check_local(communicator)
-    return converted_caches(model, policy, strict, communicator.for_caches(model))
+    if communicator.distributed:
+        _check_same(policy, communicator)
+        if policy.reads_twice:
+            check_local(communicator)
+    return make_prompt_cache(model, policy, strict=strict, peers=communicator.for_caches(model))
 
 
 def given_caches(name: str, model: nn.Module, given: Any) -> list[Any]:

@@ -6,11 +6,14 @@ Types of mlx-lm's caches are handled in this room only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.files.serialization import model_fingerprint
@@ -19,7 +22,8 @@ from mlx_kv.mlxlm.observing import reads_packed, show_attention
 from mlx_kv.mlxlm.probe import ATTENTION, cache_usage, cached_per_model, counts_slots, indexers, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.traverse import leaves, mapped
-from mlx_kv.policy import CachePolicy, CacheSpec, ModelTraits, fit_policy, given_policy, make_layer_caches
+from mlx_kv.policy import BOUNDS, CachePolicy, given_policy, names
+from mlx_kv.settings import SettingError
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
 WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
@@ -51,72 +55,114 @@ def make_prompt_cache(
             codec cannot store; or peers that lack what a budget needs.
     """
     check_model("model", model)
-    return converted_caches(model, given_policy(policy), strict, peers)
-
-
-def converted_caches(model: nn.Module, policy: CachePolicy, strict: bool, peers: CacheCommunicator) -> list[Any]:
-    """As `make_prompt_cache`, of arguments that were checked."""
-    traits, packed_decode = _traits(model, policy)
-    fitting = fit_policy(policy, traits, strict)
+    policy = given_policy(policy)
+    fitting, packed_decode = _fit_policy(model, policy, strict)
     if strict:
         check_readable(model)
         whole = peers is LOCAL  # a part of a model has no fingerprint of the whole
         if whole and policy.calibration is not None and policy.calibration.fingerprint != _fingerprint(model):
             raise ValueError("this calibration is of another model: run mlx-kv calibrate MODEL for this one")
-    own = stock.make_prompt_cache(model)
-    attention = iter(make_layer_caches(fitting, _specs(model, own), packed_decode, peers))
+    stock_caches = stock.make_prompt_cache(model)
+    attention = iter(_attention_caches(model, fitting, stock_caches, packed_decode, peers))
 
-    def converted(cache: Any) -> Any:
+    def convert(cache: Any) -> Any:
         if type(cache) is stock.ArraysCache and policy.max_rollback:
             return RecurrentState.of(cache, policy.max_rollback)
         return next(attention) if type(cache) in ATTENTION else cache
 
-    caches = mapped(own, converted)
+    caches = mapped(stock_caches, convert)
     count_by_attention(caches)
     mark_last(model, caches)
     show_attention(model, caches)
     return caches
 
 
-def _specs(model: nn.Module, own: Sequence[Any]) -> list[CacheSpec]:
-    """What each of mlx-lm's own attention caches of a model is for."""
-    usage, specs = cache_usage(model), []
-    shapes = dict(usage.shapes)
-    for number, cache in enumerate(leaves(own)):
+def _attention_caches(
+    model: nn.Module, policy: CachePolicy, stock_caches: Sequence[Any], packed_decode: bool, peers: CacheCommunicator
+) -> list[KVCache]:
+    """A cache of ours for each of mlx-lm's attention caches of a model.
+
+    Args:
+        packed_decode: whether attention in every layer reads packed planes.
+
+    Raises:
+        ValueError: head dims that the codec cannot store, or budgets for other layers or that peers do not support.
+    """
+    usage = cache_usage(model)
+    numbered = [(number, cache) for number, cache in enumerate(leaves(stock_caches)) if type(cache) in ATTENTION]
+    if policy.budget is not None:
+        _check_budgets(policy, sum(type(cache) in FULL for _, cache in numbered), peers)
+    shapes, layer_group, layer, caches = dict(usage.shapes), LayerGroup(peers), peers.first_layer, []
+    for number, cache in numbered:
+        layer_policy = policy.plain() if number in usage.indexers else policy.of_cache(number)
+        for name, codec, shape in zip(("keys", "values"), layer_policy.codecs, shapes.get(number, ()), strict=False):
+            codec.check(name, mx.zeros(*shape))
         kind, window = kind_and_window(cache)
-        if type(cache) in ATTENTION:
-            specs.append(
-                CacheSpec(
-                    number,
-                    window=window_of(model, cache.max_size) if kind == "sliding" else None,
-                    sinks=cache.keep if kind == "sliding" else 0,
-                    chunk_size=window if kind == "chunked" else None,
-                    indexer=number in usage.indexers,
-                    shapes=shapes.get(number, ()),
-                )
+        if kind == "sliding":
+            layout = layer_policy.layout(window_of(model, cache.max_size), cache.keep)
+        else:
+            layout = layer_policy.layout(chunk_size=window)
+        caches.append(layer_policy.make_cache(layout, packed_decode, layer_group, layer))
+        layer += kind == "full"
+    return caches
+
+
+def _check_budgets(policy: CachePolicy, full: int, peers: CacheCommunicator) -> None:
+    """Raises ValueError where peers do not support a budget, or its tables are not for this number of full layers."""
+    settings = {"share": policy.share, "layers": policy.layers, "score": policy.score_name}
+    for (name, value), why in peers.unsupported.items():
+        if settings[name] == value:
+            raise SettingError(why)
+    measured, total = None if policy.calibration is None else policy.calibration.heads, peers.total_layers(full)
+    for what, table in (("table of budgets", policy.table), ("calibration", measured)):
+        if table is not None and len(table) != total:
+            raise ValueError(
+                f"the {what} has {len(table)} rows, and this model has {total} layers of full attention: give a row "
+                "for each of them, or run mlx-kv calibrate MODEL for this one"
             )
-    return specs
 
 
-def _traits(model: nn.Module, policy: CachePolicy) -> tuple[ModelTraits, bool]:
-    """What a policy depends on in a model, and whether attention in every layer reads its packed planes."""
-    kinds, bounded = cache_kinds(model), policy.max_kv_size is not None or policy.budget is not None
+def _fit_policy(model: nn.Module, policy: CachePolicy, strict: bool) -> tuple[CachePolicy, bool]:
+    """The policy without what a model does not support, and whether attention in every layer reads its packed planes.
+
+    Raises:
+        SettingError: strict, and no layer supports a setting.
+    """
+    kinds = cache_kinds(model)
+    full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
     packed_decode, answered = reads_packed(model, policy.codecs, bool(policy.residual_length))
-    traits = ModelTraits(
-        architecture(model),
-        [kind.__name__ for kind in kinds],
-        full=bool(kinds & FULL),
-        windowed=bool(kinds & WINDOWED),
-        recurrent=stock.ArraysCache in kinds,
-        unbounded=why_unbounded(model) if bounded and kinds & FULL else None,
-        answered=answered,
-    )
-    return traits, packed_decode
+    bounds = policy.max_kv_size is not None or policy.budget is not None
+    why = why_unbounded(model) if bounds and full else None
+    if not strict:
+        fitting = policy if why is None else policy.unbounded()
+        return fitting if answered else replace(fitting, residual_length=0), packed_decode
+    bounded = full and why is None
+    rings = windowed or (bounded and policy.max_kv_size is not None)
+    supported = dict.fromkeys(BOUNDS, bounded)
+    supported["max_write"] = rings or (bounded and policy.budget is not None)
+    supported["max_rollback"] = rings or stock.ArraysCache in kinds
+    ignored = [name for name in policy.changed() if not supported.get(name, full or windowed)]
+    if not ignored and policy.residual_length and not answered:
+        raise SettingError(
+            "{residual_length:is}, but attention of {} cannot be answered here: leave it out",
+            architecture(model),
+            residual_length=policy.residual_length,
+        )
+    if not ignored:
+        return policy, packed_decode
+    reason = f"its caches are {', '.join(sorted(kind.__name__ for kind in kinds)) or 'none'}"
+    if full and why is not None:
+        reason = why
+    elif not full and windowed and set(ignored) <= set(BOUNDS):
+        reason = "every one has a window of its own"
+    elif full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
+        reason = "none has a window, so all can take back any number of tokens, and read as many"
+    raise SettingError(f"no layer of this model can honour {names(ignored)}: {{}}; leave it out", reason)
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     """Raises ValueError where no layer of a model supports a setting of the policy, or mlx-lm cannot run it."""
-    fit_policy(policy, _traits(model, policy)[0], strict=True)
+    _fit_policy(model, policy, strict=True)
     check_readable(model)
 
 

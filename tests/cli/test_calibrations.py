@@ -41,14 +41,14 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> list[mlx_kv.CachePolicy]:
 
     found: list[mlx_kv.CachePolicy] = []
 
-    made = distributed_caches.converted_caches
+    made = distributed_caches.make_prompt_cache
 
-    def make(model: Any, policy: Any, *more: Any) -> Any:
+    def make(model: Any, policy: Any, **more: Any) -> Any:
         if policy.budget is not None and (not found or found[-1] != policy):
             found.append(policy)
-        return made(model, policy, *more)
+        return made(model, policy, **more)
 
-    monkeypatch.setattr(distributed_caches, "converted_caches", make)
+    monkeypatch.setattr(distributed_caches, "make_prompt_cache", make)
     return found
 
 

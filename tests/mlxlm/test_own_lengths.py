@@ -16,7 +16,6 @@ from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
 from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.policy import CacheSpec, make_layer_caches
 from mlx_kv.ranks.communicator import SplitHeads, SplitLayers
 from mlx_kv.ranks.splitting import PlannedRank
 from tests.tiny_models import VOCAB, make_model
@@ -191,17 +190,17 @@ def test_ranks_find_their_place_in_a_table() -> None:
     assert {peers.total_layers(own) for peers, own in zip(layers, (4, 2, 1), strict=True)} == {7}
 
 
-def test_budgets_are_shared_among_layers_of_full_attention_alone() -> None:
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4"])
+def test_budgets_are_shared_among_layers_of_full_attention_alone(family: str) -> None:
     """Layers with a window or in chunks have no number among them, and no row of a table."""
-    kinds: list[dict[str, Any]] = [{"chunk_size": 16}, {}, {"window": 8}, {"chunk_size": 16}, {}]
-    nothing: dict[str, Any] = {"window": None, "sinks": 0, "chunk_size": None, "indexer": False, "shapes": ()}
-    specs = [CacheSpec(number, **nothing | own) for number, own in enumerate(kinds)]
-    caches = make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,))), specs, True)
-    assert [cache.evictor is not None for cache in caches] == [not own for own in kinds]
-    lower, upper = (cache for cache in caches if cache.evictor is not None)
-    assert (lower.evictor.layer, upper.evictor.layer) == (0, 1)
-    with pytest.raises(ValueError, match="has 4 rows, and this model has 2 layers of full attention"):
-        make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,), (1.0,), (1.0,))), specs, True)
+    model = make_model(family)
+    caches = list(attention_caches(mlx_kv.make_prompt_cache(model, policy(share="layer"))))
+    full = [cache for cache in caches if cache.evictor is not None]
+    assert 0 < len(full) < len(caches)
+    assert [cache.evictor.layer for cache in full if cache.evictor] == [*range(len(full))]
+    mlx_kv.make_prompt_cache(model, policy(share="layer", layers=((2.0,), *[(1.0,)] * (len(full) - 1))))
+    with pytest.raises(ValueError, match=f"has {len(caches) + 1} rows, and this model has {len(full)} layers of full"):
+        mlx_kv.make_prompt_cache(model, policy(share="layer", layers=((2.0,), *[(1.0,)] * len(caches))))
 
 
 # --- the tests above must be able to fail -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, move_slots
-from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of, uneven_heads
+from mlx_kv.cache.eviction.allocation import Allocation, Scope, head_budgets, layer_counts, table_of, uneven_heads
 from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
 from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
@@ -64,7 +64,7 @@ class Evictor:
         paused: whether nothing is evicted for now.
 
     Raises:
-        ValueError: an unknown score, scope or layer_allocation, or two that don't go together.
+        ValueError: an unknown score. `allocation.checked_allocation` checks the scope and the allocation together.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Evictor:
         layer_allocation: Allocation = "uniform",
     ) -> None:
         self.layout, self.score, self.scope, self.layer = layout, find_score(score), scope, layer
-        self.layer_allocation = checked_allocation(scope, layer_allocation)
+        self.layer_allocation = layer_allocation
         self._table = table_of(scope, self.layer_allocation)
         self.metadata = RowMetadata((layer_group or LayerGroup(),))
         self.metadata.groups[0].join(layer, self)
@@ -125,7 +125,8 @@ class Evictor:
             ValueError: the score is not registered in this process.
         """
         saved = EvictorState(*state)
-        made = cls(layout, score or saved.score, saved.share, None, saved.layer, saved.layers)
+        allocation = saved.layers if isinstance(saved.layers, str) else head_budgets(saved.layers)
+        made = cls(layout, score or saved.score, saved.share, None, saved.layer, allocation)
         made.metadata = RowMetadata(
             tuple([LayerGroup.of_copy(name, saved.layer, made) for name in saved.groups]),
             saved.work_by_row(),
