@@ -248,10 +248,11 @@ def joined_text(kinds: Collection[str] = ("text",)) -> BeforeValidator:
     """A field with a text, or a list of parts with text of these types, as one text."""
 
     def join(value: Any) -> str:
-        parts = [{"type": next(iter(kinds)), "text": value}] if isinstance(value, str) else value
-        if not isinstance(parts, list):
+        if isinstance(value, str):
+            return unicode_text(value)
+        if not isinstance(value, list):
             raise FieldError(f"is a JSON {json_kind(value)}: send a text, or a list of parts")
-        return "".join(read_parts(parts, kinds))
+        return "".join(read_parts(value, kinds))
 
     return BeforeValidator(join)
 

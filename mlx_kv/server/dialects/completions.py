@@ -127,8 +127,11 @@ def _check_message(message: Message) -> Message:
         if role != "assistant" or not any(message.get(name) for name in INSTEAD):
             raise FieldError("is missing: send a text", ".content")
         content = ""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    requests.read_parts(parts, refusal="has a content that is not text: only text is supported", located=False)
+    if isinstance(content, str):
+        requests.unicode_text(content)
+    else:
+        parts = content if isinstance(content, list) else [None]
+        requests.read_parts(parts, refusal="has a content that is not text: only text is supported", located=False)
     return message
 
 
