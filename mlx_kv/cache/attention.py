@@ -542,7 +542,7 @@ class Operands(NamedTuple):
     mask: Mask
 
 
-class PackedAnswer:
+class PackedAttention:
     """Attention over packed keys and values.
 
     Args:
@@ -562,7 +562,7 @@ class PackedAnswer:
         return Operands(Packed(call.keys, self._keys), Packed(call.values, self._values), call.mask)
 
 
-class ResidualAnswer:
+class ResidualAttention:
     """Attention over slots and a residual.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 
 from mlx_kv.cache import rows
-from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
+from mlx_kv.cache.attention import PackedAttention, ResidualAttention
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout, read_transient, replace_first_plane
 from mlx_kv.cache.checks import check_storage, check_type, check_update, whole_numbers
 from mlx_kv.cache.codecs import PLAIN, Bits, Choice, Codecs, Packing, are_plain, briefly, find_codecs, find_packings
@@ -466,12 +466,12 @@ class KVCache:
                 self._group_heads(call, result)
         return result
 
-    def _attention(self) -> PackedAnswer | ResidualAnswer | None:
+    def _attention(self) -> PackedAttention | ResidualAttention | None:
         """What computes the attention where mlx-lm cannot."""
         residual = self.residual
         if residual is not None and residual.places is not None and self.encoded:
-            return ResidualAnswer(residual, residual.places, self.packings if self._packed else None)
-        return PackedAnswer(*self.packings) if self._packed and self.packings is not None else None
+            return ResidualAttention(residual, residual.places, self.packings if self._packed else None)
+        return PackedAttention(*self.packings) if self._packed and self.packings is not None else None
 
     def _complete(self, call: Call) -> Call:
         """The call over all slots, if heads were in groups during the update, and no longer are."""

@@ -40,21 +40,21 @@ def held_slots(groups: Groups, needs: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=16)
-def settled(needs: tuple[int, ...], held: Groups, coming: Groups, least_saved: int) -> Groups:
+def assign_classes(needed_slots: tuple[int, ...], current: Groups, joining: Groups, min_saving: int) -> Groups:
     """The classes of all rows, some of which come anew: with as few changes of those that there are as is good enough.
 
     Layers that stand alike ask for the same one after the other; it is worked out once.
 
     Args:
-        needs: slots of each row, at least 1.
-        held: the classes that there are; together with `coming`, they have every row once.
-        coming: rows that come, and with whom.
-        least_saved: slots that one class more has to save.
+        needed_slots: slots of each row, at least 1.
+        current: the classes that there are; together with `joining`, they have every row once.
+        joining: rows that come, and with whom.
+        min_saving: slots that one class more has to save.
     """
-    fresh = _made_anew(needs, least_saved)
-    most = max(KEPT * sum(needs), held_slots(fresh, needs) + 2 * least_saved)
-    for groups in (_each_where_it_fits(needs, held, coming), tuple(sorted((*held, *coming)))):
-        if len(groups) <= len(fresh) and held_slots(groups, needs) <= most:
+    fresh = _made_anew(needed_slots, min_saving)
+    most = max(KEPT * sum(needed_slots), held_slots(fresh, needed_slots) + 2 * min_saving)
+    for groups in (_each_where_it_fits(needed_slots, current, joining), tuple(sorted((*current, *joining)))):
+        if len(groups) <= len(fresh) and held_slots(groups, needed_slots) <= most:
             return groups
     return fresh
 
@@ -158,7 +158,7 @@ def moved_to_classes(parts: Sequence[Part], held: int, lengths: Sequence[int] | 
     together = Parts(parts)
     groups = [tuple(sorted(part.rows)) for part in parts]
     needs = _needs(together, lengths)
-    return Moved(parts, settled(needs, tuple(groups[:held]), tuple(groups[held:]), least_saved()), held)
+    return Moved(parts, assign_classes(needs, tuple(groups[:held]), tuple(groups[held:]), least_saved()), held)
 
 
 def moved_to_share(parts: Sequence[Part], chains: Sequence[Chain], held: int, compacting: bool) -> Moved:
@@ -215,10 +215,12 @@ def moved_where_they_grow(parts: Parts, new: int) -> Parts:
             staying.append(tuple([row for row in sorted(rows) if row not in beyond]))
         else:  # a class that grows as it is
             staying.append(tuple(beyond))
-    as_it_is = settled(tuple(needs), parts.groups, (), least_saved())
+    as_it_is = assign_classes(tuple(needs), parts.groups, (), least_saved())
     if not growing or as_it_is == parts.groups:
         return parts
-    return Moved(tuple(parts), settled(tuple(needs), tuple(staying), tuple(growing), least_saved()), len(parts)).parts
+    return Moved(
+        tuple(parts), assign_classes(tuple(needs), tuple(staying), tuple(growing), least_saved()), len(parts)
+    ).parts
 
 
 def room_in(parts: Parts) -> int:

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 
-from mlx_kv.cache.attention import MAX_X, Dense, PackedAnswer, attend, exponential
+from mlx_kv.cache.attention import MAX_X, Dense, PackedAttention, attend, exponential
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.cache.protocol import AttentionCall
 from mlx_kv.mlxlm.attention import AttentionPatch, Changes, modules_with
@@ -55,7 +55,7 @@ class CpuAttention:
             return call.forward()
         if packed:
             packing = Packing(call.cache.bits, call.cache.group_size)
-            return PackedAnswer(packing, packing).attend(call)
+            return PackedAttention(packing, packing).attend(call)
         return attend(queries, Dense(keys), Dense(values), call.scale, call.mask, call.sinks)
 
 

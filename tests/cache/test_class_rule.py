@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.cache.row_classes import KEPT, MADE, MOST_CLASSES, Groups, held_slots, settled
+from mlx_kv.cache.row_classes import KEPT, MADE, MOST_CLASSES, Groups, assign_classes, held_slots
 
 LEAST = 1024
 sizes = st.integers(1, 130).map(lambda steps: 256 * steps)
@@ -36,7 +36,7 @@ def is_partition(groups: Groups, rows: int) -> bool:
 
 @given(needs)
 def test_new_classes_are_the_fewest_that_are_good_enough(needs: tuple[int, ...]) -> None:
-    groups = settled(needs, (), tuple((row,) for row in range(len(needs))), LEAST)
+    groups = assign_classes(needs, (), tuple((row,) for row in range(len(needs))), LEAST)
     assert is_partition(groups, len(needs))
     slots = [fewest(needs, count) for count in range(1, MOST_CLASSES + 2)]
     # As many as the rule wants, of all ways to part rows: no more where one more would not save enough.
@@ -52,48 +52,48 @@ def test_new_classes_are_the_fewest_that_are_good_enough(needs: tuple[int, ...])
 @given(needs, st.integers(0, 200), st.data())
 def test_what_is_good_enough_stays(needs: tuple[int, ...], seed: int, data: st.DataObject) -> None:
     """Asked again, whatever came before, nothing moves: nothing flips."""
-    groups = settled(needs, (), tuple((row,) for row in range(len(needs))), LEAST)
-    assert settled(needs, groups, (), LEAST) == groups
+    groups = assign_classes(needs, (), tuple((row,) for row in range(len(needs))), LEAST)
+    assert assign_classes(needs, groups, (), LEAST) == groups
     grown = list(needs)
     grown[data.draw(st.integers(0, len(needs) - 1))] += 256
-    later = settled(tuple(grown), groups, (), LEAST)
+    later = assign_classes(tuple(grown), groups, (), LEAST)
     assert is_partition(later, len(needs))
-    assert settled(tuple(grown), later, (), LEAST) == later
+    assert assign_classes(tuple(grown), later, (), LEAST) == later
 
 
 @given(needs, st.lists(st.integers(0, 6), min_size=1, max_size=4))
 def test_rows_that_come_leave_other_classes_alone(there: tuple[int, ...], like: list[int]) -> None:
     """Each goes where there is room for it, and nobody else moves, as long as that is good enough."""
-    held = settled(there, (), tuple((row,) for row in range(len(there))), LEAST)
+    held = assign_classes(there, (), tuple((row,) for row in range(len(there))), LEAST)
     coming = tuple([there[row % len(there)] for row in like])
     everyone, new = there + coming, range(len(there), len(there) + len(coming))
-    groups = settled(everyone, held, tuple((row,) for row in new), LEAST)
+    groups = assign_classes(everyone, held, tuple((row,) for row in new), LEAST)
     assert is_partition(groups, len(everyone))
     joined = {max(there[row] for row in group): list(group) for group in held}
     for row in new:
         joined[min(size for size in joined if size >= everyone[row])].append(row)
     fitted = tuple(sorted(map(tuple, joined.values())))
-    anew = settled(everyone, (), tuple((row,) for row in range(len(everyone))), LEAST)
+    anew = assign_classes(everyone, (), tuple((row,) for row in range(len(everyone))), LEAST)
     if len(held) <= len(anew) and held_slots(fitted, everyone) <= KEPT * sum(everyone):
         assert groups == fitted
 
 
 def test_one_long_row_among_fifteen_short_ones() -> None:
     needs = (768,) * 7 + (32_256,) + (768,) * 8
-    groups = settled(needs, (), tuple((row,) for row in range(16)), LEAST)
+    groups = assign_classes(needs, (), tuple((row,) for row in range(16)), LEAST)
     assert groups == ((*range(7), *range(8, 16)), (7,))
     assert held_slots(groups, needs) == sum(needs)
     # Another short one joins the short ones, and a long one the long one; alone it would be one class for all.
-    assert settled((*needs, 512), groups, ((16,),), LEAST) == ((*range(7), *range(8, 17)), (7,))
-    assert settled((*needs, 30_720), groups, ((16,),), LEAST) == ((*range(7), *range(8, 16)), (7, 16))
-    assert settled((768,) * 15, ((*range(15),),), (), LEAST) == (tuple(range(15)),)
+    assert assign_classes((*needs, 512), groups, ((16,),), LEAST) == ((*range(7), *range(8, 17)), (7,))
+    assert assign_classes((*needs, 30_720), groups, ((16,),), LEAST) == ((*range(7), *range(8, 16)), (7, 16))
+    assert assign_classes((768,) * 15, ((*range(15),),), (), LEAST) == (tuple(range(15)),)
 
 
 @pytest.mark.parametrize("rows", [2, 16])
 def test_alike_rows_are_one_class(rows: int) -> None:
     needs = tuple(8192 + 256 * (row % 3) for row in range(rows))
-    assert settled(needs, (), tuple((row,) for row in range(rows)), LEAST) == (tuple(range(rows)),)
+    assert assign_classes(needs, (), tuple((row,) for row in range(rows)), LEAST) == (tuple(range(rows)),)
 
 
 def test_little_rows_are_one_class_however_they_differ() -> None:
-    assert settled((256, 256, 1024), (), ((0,), (1,), (2,)), 2048) == ((0, 1, 2),)
+    assert assign_classes((256, 256, 1024), (), ((0,), (1,), (2,)), 2048) == ((0, 1, 2),)

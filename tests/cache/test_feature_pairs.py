@@ -103,7 +103,7 @@ class History(ObservedBatches):
         self.case, self.folder, self.seed = case, folder, seed
         self.alone_only = "quantized_start" in case.names  # a batch quantises when its first row gets there
         if "classes" in case.names:
-            row_classes.settled = anywhere(seed)  # type: ignore[assignment]
+            row_classes.assign_classes = anywhere(seed)  # type: ignore[assignment]
         super().__init__(case.kind(carries=seed % 2 == 0), seed)  # type: ignore[arg-type]
 
     @property
@@ -115,7 +115,7 @@ class History(ObservedBatches):
 
     def teardown(self) -> None:
         super().teardown()
-        row_classes.settled = RULE
+        row_classes.assign_classes = RULE
 
     def made(self, cache: Any) -> Any:
         return SegmentedCache(cache) if "classes" in self.case.names else cache
@@ -239,7 +239,7 @@ class History(ObservedBatches):
         self.join(self.random.random() < 0.5)
 
 
-RULE = row_classes.settled
+RULE = row_classes.assign_classes
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from mlx_kv.cache import row_classes
 from mlx_kv.cache.row_classes import Parts
 from mlx_kv.cache.segmented import DeferredMask, SegmentedCache
 
-RULE = row_classes.settled
+RULE = row_classes.assign_classes
 
 
 class ClassedBatches(Batches):
@@ -29,11 +29,11 @@ class ClassedBatches(Batches):
 
     @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
     def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
-        row_classes.settled = anywhere(seed)  # type: ignore[assignment]
+        row_classes.assign_classes = anywhere(seed)  # type: ignore[assignment]
         super().begin(kind, rows, seed, period)
 
     def teardown(self) -> None:
-        row_classes.settled = RULE
+        row_classes.assign_classes = RULE
         super().teardown()
 
 

@@ -20,7 +20,7 @@ from mlx_kv.cache import attention, row_classes, segmented
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.cache.segments import Chain, can_share, read_from, segment_of, sharable
 
-RULE, LEAST_SAVED, ON_CPU = row_classes.settled, row_classes.least_saved, attention.on_cpu
+RULE, LEAST_SAVED, ON_CPU = row_classes.assign_classes, row_classes.least_saved, attention.on_cpu
 MOST_JOINED = segmented.MOST_JOINED
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
@@ -41,7 +41,7 @@ class SharingBatches(Batches):
         more=st.integers(0, 2),
     )
     def begin(self, kind: Kind, rows: int, seed: int, period: int, tokens: int, cuts: list[float], more: int) -> None:
-        row_classes.settled = anywhere(seed)  # type: ignore[assignment]
+        row_classes.assign_classes = anywhere(seed)  # type: ignore[assignment]
         row_classes.least_saved = lambda: seed % 30
         attention.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
         segmented.MOST_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
@@ -91,7 +91,7 @@ class SharingBatches(Batches):
             assert cache.nbytes == tails + sum(part.nbytes for part in cache.segments)
 
     def teardown(self) -> None:
-        row_classes.settled, row_classes.least_saved, attention.on_cpu = RULE, LEAST_SAVED, ON_CPU
+        row_classes.assign_classes, row_classes.least_saved, attention.on_cpu = RULE, LEAST_SAVED, ON_CPU
         segmented.MOST_JOINED = MOST_JOINED
         super().teardown()
 

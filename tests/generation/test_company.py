@@ -101,7 +101,7 @@ def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatc
     monkeypatch.setitem(row_classes.LEAST_SAVED, mx.DeviceType.cpu, 64)
     rule = drawn.choice([None, 0, 1])
     if rule is not None:
-        monkeypatch.setattr(row_classes, "settled", anywhere(rule))
+        monkeypatch.setattr(row_classes, "assign_classes", anywhere(rule))
     prompts = [prompt for prompt in MIXED if len(prompt) > policy.quantized_start]  # rows are quantised together
     lengths = [drawn.choice([TOKENS, TOKENS, 9]) for _ in prompts]
     noise = drawn.choice([None, 0.0, 0.05])
@@ -125,7 +125,7 @@ def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatc
 @pytest.mark.parametrize(("policy", "rule"), [("full", 0), ("budget", 1), ("max_kv_size", 0)])
 def test_a_row_that_is_taken_out_goes_on(policy: str, rule: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the middle of a batch whose rows go from class to class, through its own caches alone."""
-    monkeypatch.setattr(row_classes, "settled", anywhere(rule))
+    monkeypatch.setattr(row_classes, "assign_classes", anywhere(rule))
     model, settings = make_model("llama"), POLICIES[policy]
     engine = make_engine(model, set(), settings, 5, 8)
     for index, prompt in enumerate(PROMPTS[:5]):

@@ -36,7 +36,7 @@ def test_each_row_is_what_it_would_be_alone(name: str, column: Any, monkeypatch:
     family = Family(name)
     if name in UNREADABLE or not attends_by_class(family.model):
         return
-    monkeypatch.setattr(row_classes, "settled", anywhere(0))
+    monkeypatch.setattr(row_classes, "assign_classes", anywhere(0))
     found = column(family)
     assert found.kind in ("exact", "as mlx-lm"), found.reason
 

@@ -185,7 +185,7 @@ def test_rows_of_several_classes_are_counted_as_those_of_one(
 ) -> None:
     model = make_model("llama")
     by_class = RowsByClass(model, 4)
-    monkeypatch.setattr(row_classes, "settled", anywhere(1))
+    monkeypatch.setattr(row_classes, "assign_classes", anywhere(1))
     texts = [[7 * each % 61 for each in range(length)] for length in (60, 5, 33, 12)]  # keys that are alike would tie
 
     def batch(made: Callable[[list[Any]], list[Any]]) -> list[Any]:
