@@ -257,11 +257,6 @@ def split_options(group: type = SplitOptions, parameter: str = "split") -> Calla
     return decorate
 
 
-def rank_options(function: Command) -> Command:
-    """The options of commands that run on several ranks: they receive `ranks`, a `RankOptions`."""
-    return split_options(RankOptions, "ranks")(function)
-
-
 def on_each_rank(function: Callable[..., int | None]) -> Command:
     """Adds the options of several machines to a command, which runs on each rank and receives `machine`.
 
@@ -276,7 +271,7 @@ def on_each_rank(function: Callable[..., int | None]) -> Command:
         if code is not None:
             sys.exit(code)
 
-    return rank_options(command)
+    return split_options(RankOptions, "ranks")(command)
 
 
 def read_secret(path: Path) -> bytes:
