@@ -37,7 +37,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_kv.cache.attention import Dense, Packed, attend
 from mlx_kv.cache.codecs import Affine, Centre, Centred, find_codecs, packing_of, packings_of
-from mlx_kv.calibration.storage import centred
+from mlx_kv.calibration.loss import centred
 from mlx_kv.mlxlm.loading import load
 
 CODECS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from public_calls import CALLS, IDS, MISFITS, REFUSED, TAKEN, Call, tried
 
 import mlx_kv
 from mlx_kv import CachePolicy, SamplingSettings, inspection
-from mlx_kv.calibration import storage
+from mlx_kv.calibration import loss
 
 Reference = tuple[Any, Any]
 MODELS = {"PromptReader", "batch_generate", "generate", "speculative_generate", "stream_generate"}
@@ -162,9 +162,9 @@ def test_a_text_of_another_models_tokenizer_is_refused(reference: Reference) -> 
 
 
 EVALUATION = {
-    "losses": storage.losses,
-    "choose_bits": storage.choose_bits,
-    "centred": storage.centred,
+    "losses": loss.losses,
+    "measure_centres": loss.measure_centres,
+    "centred": loss.centred,
     "inspect_prompt": lambda model, ids: inspection.inspect_prompt(model, ids, CachePolicy(budget=80)),
     "attention_of_last": inspection.attention_of_last,
 }

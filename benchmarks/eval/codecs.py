@@ -38,7 +38,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,14 +53,14 @@ import numpy as np
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.codecs import Affine, CentredByLayer
-from mlx_kv.calibration.questions import Room, Talk, python_texts
-from mlx_kv.calibration.storage import centred, losses, mean_and_error, read, tokens_of, usual_text
+from mlx_kv.calibration.loss import centred, losses, mean_and_error, read
+from mlx_kv.calibration.questions import Room, Talk
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.planning import Planner
 
 from .measure import right_answers, right_without_context
-from .questions import case_of, trial_of
+from .questions import case_of, python_texts, trial_of
 from .tasks import Trial
 
 PAIRS = ("K8V8", "K8V4", "K6V4", "K4V4", "K4V2", "K3V3")
@@ -78,6 +78,28 @@ CENTRE_TOKENS = 1024  # on which centres are measured
 HALF_BYTES = 2  # of a scale or a bias in a model of 16 bits
 READ_AT_ONCE = 128  # tokens, where nothing else is said; a multiple of each group size
 Rounded = Callable[[mx.array], mx.array]
+
+
+def usual_text() -> list[str]:
+    """The default text: English prose and code, the reference and the library of this Python.
+
+    Raises:
+        ValueError: this Python comes without them.
+    """
+    texts = python_texts()
+    return ["\n\n".join(texts.prose), "\n\n".join(function.source for function in texts.functions)]
+
+
+def tokens_of(tokenizer: Any, parts: Sequence[str], count: int = 2048) -> list[int]:
+    """At most `count` tokens of a text, equally many of each of its parts; special tokens only at the beginning.
+
+    Args:
+        tokenizer: as from `mlx_kv.load`.
+    """
+    share = count // len(parts)
+    beginnings = enumerate(part[: 16 * share] for part in parts)
+    each = [tokenizer.encode(text, add_special_tokens=not number)[:share] for number, text in beginnings]
+    return [int(token) for part in each for token in part]
 
 
 class Simulated:

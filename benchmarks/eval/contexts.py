@@ -18,7 +18,7 @@ from mlx_kv.cache.eviction.calibration import FITTED
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call, Hook
-from mlx_kv.calibration.storage import read
+from mlx_kv.calibration.loss import read
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, hold, needs_second_pass
 from mlx_kv.mlxlm.attention import AttentionPatch

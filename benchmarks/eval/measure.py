@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.calibration.questions import Room, Talk, python_texts
-from mlx_kv.calibration.storage import check_length, log_likelihoods, read, read_losses
+from mlx_kv.calibration.loss import check_length, log_likelihoods, read, read_losses
+from mlx_kv.calibration.questions import Room, Talk
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.inspection import check_attention
@@ -31,7 +31,7 @@ from mlx_kv.policy import SINKS
 from . import tasks
 from .attention import attention_received, rank_correlation
 from .contexts import Context
-from .questions import QUESTIONS, case_of, trial_of
+from .questions import QUESTIONS, case_of, python_texts, trial_of
 from .results import Measurement, Settings
 from .tasks import Trial
 

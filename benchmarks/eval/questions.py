@@ -6,29 +6,33 @@ Prose and code are the reference and the library that come with Python.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
 from mlx_kv.calibration.questions import (
     CITIES,
     FACTS,
+    MODULES,
     PEOPLE,
     WORDS,
     Ask,
     Case,
-    Function,
     Room,
     Talk,
-    Texts,
     Tokens,
     facts_about,
     in_prose,
     make_case,
-    needles,
     people,
+    python_prose,
     scatter,
 )
 
@@ -52,6 +56,58 @@ def trial_of(case: Case, seen: bool) -> Trial:
     )
 
 
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of a module, with its source."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Paragraphs of prose and functions, each in the order of their sources."""
+
+    prose: tuple[str, ...]
+    functions: tuple[Function, ...]
+
+
+FUNCTION_LINES = (4, 40)  # minimum and maximum
+
+
+def functions_of(source: str) -> list[Function]:
+    """The top-level functions of a module with a number of lines within `FUNCTION_LINES`."""
+    found, lines = [], source.splitlines()
+    min_lines, max_lines = FUNCTION_LINES
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            source_lines = lines[node.lineno - 1 : node.end_lineno]
+            if min_lines <= len(source_lines) <= max_lines:
+                found.append(Function(node.name, "\n".join(source_lines)))
+    return found
+
+
+@cache
+def python_texts(prose: tuple[Path, ...] = ()) -> Texts:
+    """The reference and the library that come with this Python, or other prose instead of the reference.
+
+    Raises:
+        OSError, UnicodeError: a file that cannot be read.
+        ValueError: this Python comes without them.
+    """
+    functions: list[Function] = []
+    for name in MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.has_location and spec.origin:
+            functions += functions_of(Path(spec.origin).read_text(encoding="utf-8"))
+    if not functions:
+        raise ValueError("this Python comes without the source of its library")
+    return Texts(python_prose(prose), tuple(functions))
+
+
 # --- facts in prose ---------------------------------------------------------------------------------------------------
 
 CHAINS = (
@@ -65,12 +121,17 @@ def needle(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Ca
     name, number = str(rng.choice(CITIES)), str(rng.integers(1000, 10000))
     ask = Ask(f"What is the secret number of {name}?", (f"The secret number of {name} is", f" {number}"))
     instruction = "Read the text below. Somewhere in it stands the secret number of a city. Remember it.\n\n"
-    return in_prose(rng, talk, texts, room, instruction, [f"The secret number of {name} is {number}."], [ask])
+    return in_prose(rng, talk, texts.prose, room, instruction, [f"The secret number of {name} is {number}."], [ask])
+
+
+def needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Four facts."""
+    return people(rng, talk, texts.prose, room, 4)
 
 
 def many_needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
     """Six facts."""
-    return people(rng, talk, texts, room, len(FACTS))
+    return people(rng, talk, texts.prose, room, len(FACTS))
 
 
 def tracking(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
@@ -86,7 +147,7 @@ def tracking(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> 
         reply = (f"{name} {has} the", f" {thing}", f". The {thing} {is_in}", f" {place}")
         asks.append(Ask(question.format(name), reply))
     instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
-    return in_prose(rng, talk, texts, room, instruction, about_people + about_things, asks)
+    return in_prose(rng, talk, texts.prose, room, instruction, about_people + about_things, asks)
 
 
 # --- real texts, code and chats ---------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from typing import Any
 from mlx_kv.cache.eviction.scores import score_names
 
 # isort: split
-from mlx_kv.calibration.questions import Room, Talk, python_texts
+from mlx_kv.calibration.questions import Room, Talk
 from mlx_kv.cli.output import duration
 from mlx_kv.files.calibration_file import load_calibration
 from mlx_kv.generation.two_pass_prefill import Instructions
@@ -43,7 +43,7 @@ from mlx_kv.mlxlm.loading import load
 
 from . import quick_softmax
 from .measure import answers_of
-from .questions import QUESTIONS, case_of, trial_of
+from .questions import QUESTIONS, case_of, python_texts, trial_of
 from .results import Settings
 from .score_cells import Cell, Kept, Place, Table, places
 

@@ -607,7 +607,7 @@ Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names,
 
 def _centred(heads: int = 0, numbers: str = "", codec: Sequence[Any] = ("affine", {})) -> Centred:
     if not numbers:
-        raise ValueError("keys are centred by numbers of their model: give what calibration.storage.centred() measures")
+        raise ValueError("keys are centred by numbers of their model: give calibration.centred(codec)")
     name, parameters = codec
     return Centred(Centre(heads, numbers), find_codec(name, parameters))
 

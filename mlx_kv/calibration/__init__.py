@@ -1,7 +1,7 @@
-"""Calibration of a model for its budgets: how many tokens each head needs, and a score fitted to the model.
+"""Calibration of a model: how many tokens each head needs, a fitted score, the loss by bits, and centres of keys.
 
 Each text is read twice, as for the score `kvzip`. The attention that tokens receive gives the budgets of heads; a ridge
-regression of it on keys and values gives the score "fitted".
+regression of it on keys and values gives the score "fitted". Held-out texts give the loss that fewer bits add.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import numpy as np
 
 from mlx_kv import __version__
 from mlx_kv.cache.checks import check_type
-from mlx_kv.cache.eviction.calibration import Calibration
+from mlx_kv.cache.codecs import Centre
+from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration
+from mlx_kv.calibration.loss import CANDIDATES, measure_bits, measure_centres
 from mlx_kv.calibration.texts import MIN_TOKENS, default_texts, single_text
 from mlx_kv.calibration.work import Work
 from mlx_kv.files.serialization import model_fingerprint
@@ -42,19 +45,20 @@ def calibrate(
     progress: Callable[[int, int], None] | None = None,
     resume: str | Path | None = None,
 ) -> Calibration:
-    """Measures a model for its budgets of KV caches.
+    """Measures a model for its budgets of KV caches, and for the bits that it bears.
 
     Each text is read twice, as for the score "kvzip" (Kim et al. 2025), and the largest attention that each token
     receives while its text is repeated is recorded. Ranking all tokens of all heads and layers by it gives the budget
-    of each head; a ridge regression of its logarithm on the cached keys and values gives the score "fitted".
+    of each head; a ridge regression of its logarithm on the cached keys and values gives the score "fitted". The loss
+    that fewer bits add is measured on the held-out texts, and the mean keys on the first text.
 
     Args:
         model: any model of mlx-lm whose attention can be seen.
         tokenizer: as `load` returns it; it may be None if texts are token ids.
         texts: strings or token ids, of at least 64 tokens each; 6 or more to fit a score, of which every sixth is
             held out to measure the fit. None: texts of Python's library and of this package, in several languages.
-        budgets_only: measure the budgets of heads and fit no score. By default of one text of 1,000 tokens.
-        progress: called after each text with the number of texts read, and of all.
+        budgets_only: measure the budgets of heads and nothing else. By default of one text of 1,000 tokens.
+        progress: called after each text, and after each number of bits, with the number of them done, and of all.
         resume: a directory for intermediate measurements, made if it is not there and removed at the end. A call
             with the same model and texts continues an interrupted one, with the same result to the bit.
 
@@ -86,12 +90,17 @@ def calibrate(
     fingerprint, digest = model_fingerprint(model), texts_digest(ids)
     work = Work(model, f"{fingerprint} {digest} {budgets_only}", None if resume is None else Path(resume))
     instructions = Instructions.of(tokenizer, model)
+    done, total = count(1), len(ids) + (0 if budgets_only else len(CANDIDATES))
+
+    def advance() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
     for index, text in enumerate(ids):
         held_out = not budgets_only and index % HELD_OUT == HELD_OUT - 1
         if not work.has(index, held_out):
             work.read(index, text, instructions, fits=not budgets_only, held_out=held_out)
-        if progress is not None:
-            progress(index + 1, len(ids))
+        advance()
     layers, found = work.fitted() if not budgets_only else ([], [])
     details: dict[str, Any] = {
         "architecture": architecture(model),
@@ -106,7 +115,11 @@ def calibrate(
         details["held_out"] = len(range(HELD_OUT - 1, len(ids), HELD_OUT))
         details["quality"] = dict(zip(found[0]._fields, (round(float(mean), 4) for mean in means), strict=True))
         details["quality_by_layer"] = [[round(number, 4) for number in layer] for layer in found]
-    calibration = Calibration(fingerprint, work.head_table(), tuple(layers), details)  # type: ignore[arg-type]
+    losses: tuple[BitsLoss, ...] = ()
+    centres: tuple[Centre | None, ...] = ()
+    if not budgets_only:
+        losses, centres = measure_bits(model, ids[HELD_OUT - 1 :: HELD_OUT], advance), measure_centres(model, ids[0])
+    calibration = Calibration(fingerprint, work.head_table(), tuple(layers), details, losses, centres)  # type: ignore[arg-type]
     work.remove()
     return calibration
 

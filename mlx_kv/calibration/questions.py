@@ -3,14 +3,12 @@
 A case is one context of C tokens with one or more asks: a question of the user, and a reply with given parts and parts
 to be found. What must be found is never among the last `keep_recent` tokens of a context, nor among the first ones,
 which are those of the chat and of the instruction. The wording was chosen so that SmolLM2-135M-Instruct gives nine of
-ten answers right with all of a context in its cache. Prose and code are the reference and the library that come with
-Python.
+ten answers right with all of a context in its cache. The prose is the
+reference that comes with Python.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -100,6 +98,11 @@ class Talk:
     def decode(self, tokens: Tokens) -> str:
         text: str = self._tokenizer.decode(tokens)
         return text
+
+    def encodes_english(self) -> bool:
+        """Whether a sentence is the same after it was encoded and decoded, but for white space."""
+        sample = "The number 1234 is here, print(x)."
+        return "".join(self.decode(self.encode(sample)).split()) == "".join(sample.split())
 
     def begun(self, instruction: str) -> Tokens:
         """The beginning of a user's message."""
@@ -218,23 +221,6 @@ MODULES = (
     *("mimetypes", "netrc", "quopri", "base64", "colorsys", "ast", "dis", "gettext", "getopt", "keyword", "linecache"),
 )
 SENTENCE_WORDS = 8  # minimum words of a paragraph of prose
-FUNCTION_LINES = (4, 40)  # minimum and maximum
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function of a module, with its source."""
-
-    name: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Paragraphs of prose and functions, each in the order of their sources."""
-
-    prose: tuple[str, ...]
-    functions: tuple[Function, ...]
 
 
 def paragraphs(text: str) -> list[str]:
@@ -249,41 +235,22 @@ def paragraphs(text: str) -> list[str]:
     return found
 
 
-def functions_of(source: str) -> list[Function]:
-    """The top-level functions of a module with a number of lines within `FUNCTION_LINES`."""
-    found, lines = [], source.splitlines()
-    min_lines, max_lines = FUNCTION_LINES
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-            source_lines = lines[node.lineno - 1 : node.end_lineno]
-            if min_lines <= len(source_lines) <= max_lines:
-                found.append(Function(node.name, "\n".join(source_lines)))
-    return found
-
-
 @cache
-def python_texts(prose: tuple[Path, ...] = ()) -> Texts:
-    """The reference and the library that come with this Python, or other prose instead of the reference.
+def python_prose(files: tuple[Path, ...] = ()) -> tuple[str, ...]:
+    """Paragraphs of the reference that comes with this Python, or of other files.
 
     Raises:
         OSError, UnicodeError: a file that cannot be read.
-        ValueError: this Python comes without them.
+        ValueError: this Python comes without it.
     """
-    pages = [path.read_text(encoding="utf-8") for path in prose]
+    pages = [path.read_text(encoding="utf-8") for path in files]
     if not pages:
         try:
             from pydoc_data.topics import topics
         except ImportError as error:
             raise ValueError("this Python comes without its reference: give a text") from error
         pages = [topics[name] for name in sorted(topics)]
-    functions: list[Function] = []
-    for name in MODULES:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.has_location and spec.origin:
-            functions += functions_of(Path(spec.origin).read_text(encoding="utf-8"))
-    if not functions:
-        raise ValueError("this Python comes without the source of its library")
-    return Texts(tuple(line for text in pages for line in paragraphs(text)), tuple(functions))
+    return tuple(line for page in pages for line in paragraphs(page))
 
 
 # --- facts in prose ---------------------------------------------------------------------------------------------------
@@ -309,19 +276,25 @@ FACTS = (
 )
 
 
-def prose(rng: np.random.Generator, talk: Talk, texts: Texts) -> Iterator[Tokens]:
-    """Paragraphs of the texts in order, from a random one, repeated without end."""
-    first = int(rng.integers(len(texts.prose)))
+def prose(rng: np.random.Generator, talk: Talk, lines: Sequence[str]) -> Iterator[Tokens]:
+    """Paragraphs in their order, from a random one, repeated without end."""
+    first = int(rng.integers(len(lines)))
     for index in count(first):
-        yield talk.encode(texts.prose[index % len(texts.prose)] + "\n")
+        yield talk.encode(lines[index % len(lines)] + "\n")
 
 
 def in_prose(
-    rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, instruction: str, facts: list[str], asks: list[Ask]
+    rng: np.random.Generator,
+    talk: Talk,
+    lines: Sequence[str],
+    room: Room,
+    instruction: str,
+    facts: list[str],
+    asks: list[Ask],
 ) -> Case:
     length = room.context - len(talk.begun(instruction))
     pieces = [talk.encode(fact + "\n") for fact in facts]
-    text = scatter(rng, prose(rng, talk, texts), pieces, length, room.keep_recent)
+    text = scatter(rng, prose(rng, talk, lines), pieces, length, room.keep_recent)
     return make_case(talk, instruction, text, asks)
 
 
@@ -334,7 +307,7 @@ def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, st
     ]
 
 
-def people(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, count: int) -> Case:
+def people(rng: np.random.Generator, talk: Talk, lines: Sequence[str], room: Room, count: int) -> Case:
     """`count` facts, with a question for each."""
     facts = facts_about(rng, count)
     asks = [
@@ -343,10 +316,5 @@ def people(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, count
     ]
     instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
     return in_prose(
-        rng, talk, texts, room, instruction, [f"{name} {verb} {word}." for name, verb, word, _ in facts], asks
+        rng, talk, lines, room, instruction, [f"{name} {verb} {word}." for name, verb, word, _ in facts], asks
     )
-
-
-def needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
-    """Four facts."""
-    return people(rng, talk, texts, room, 4)

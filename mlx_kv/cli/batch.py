@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 import click
 import msgspec
 
-from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, draft_lines, draft_options, sampling_options, unseeded_sampler
 from mlx_kv.cli.model import ModelOptions, prefill_option
 from mlx_kv.cli.options import LeadersFile, command, option, options
 from mlx_kv.cli.output import file_errors, say
+from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.files.atomic_write import atomic_write, lock
 from mlx_kv.generation.settings import SamplingSettings
@@ -111,7 +111,7 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 @sampling_options
 @prefill_option()
 @draft_options
-@auto_policy_options
+@policy_options()
 @on_each_rank
 def batch(
     machine: Machine,
@@ -125,7 +125,7 @@ def batch(
     sampling: SamplingSettings,
     prefill_step_size: int | None,
     drafts: DraftOptions,
-    policy: AutoPolicyOptions,
+    policy: PolicyOptions,
 ) -> int:
     """Continue many prompts at once, from a file into a file.
 
@@ -133,7 +133,7 @@ def batch(
     the prompt is required; the default id is the line number. Run again after an interrupt, it continues with the
     missing lines. Invalid lines are reported and skipped: the exit code is then 1.
     """
-    before_loading = policy.before_loading  # bad settings are refused before anything is loaded
+    before_loading = policy.checked()  # bad settings are refused before anything is loaded
 
     def start() -> tuple[Engine, PromptEncoder]:
         """Loads the model and makes an engine; ranks but the first follow it to its end."""
@@ -141,7 +141,7 @@ def batch(
         from mlx_kv.generation.two_pass_prefill import Instructions
 
         network, tokenizer = machine.load()
-        cache_policy = policy.for_model(network, tokenizer, model.name)
+        cache_policy = policy.for_model(network, model.name)
         draft = drafts.load_model() if machine.leads else None
 
         def engine(**communicator: Any) -> Engine:
@@ -163,7 +163,8 @@ def batch(
         start()
         return 0
     growth_aside = {name: value for name, value in before_loading.settings().items() if name != "growth"}
-    settings = {"model": model.name, "plain": ignore_chat_template, "policy": growth_aside | policy.measured}
+    decided = {} if policy.measured is None else {"measured": policy.measured, "max_loss": policy.max_loss}
+    settings = {"model": model.name, "plain": ignore_chat_template, "policy": growth_aside | decided}
     reader = RequestReader(max_tokens, settings | answer_sampling(sampling))
     raw_lines = read_lines(prompts_file, output_file)
     with OutputFile(output_file) as answers:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.model import ModelOptions, PromptOptions, note_context, prefill_option
 from mlx_kv.cli.options import command, option, options
 from mlx_kv.cli.output import file_errors, human_bytes, prefill_bar, tokens_line
+from mlx_kv.cli.policy import PolicyOptions, policy_options
 
 if TYPE_CHECKING:
     from mlx_kv.files.serialization import PromptFile
@@ -74,7 +74,7 @@ def tokens_read(file: PromptFile) -> int:
 @option("--force", is_flag=True, section="Output", help="Replace a file that is no prompt cache, too.")
 @option("--ignore-chat-template", is_flag=True, section="Prompt", help="Read the prompt as plain text.")
 @prefill_option()
-@auto_policy_options
+@policy_options()
 def cache(
     model: ModelOptions,
     prompt: PromptOptions,
@@ -82,7 +82,7 @@ def cache(
     force: bool,
     ignore_chat_template: bool,
     prefill_step_size: int | None,
-    policy: AutoPolicyOptions,
+    policy: PolicyOptions,
 ) -> None:
     """Read a prompt and store its keys and values in a file, for `generate --prompt-cache-file`.
 
@@ -91,7 +91,7 @@ def cache(
     if output == "-":
         raise click.UsageError("--output -: a prompt cache cannot go to stdout; give the name of a file (./- for -)")
     text = prompt.read()
-    _ = policy.before_loading  # bad settings are refused before anything is loaded
+    policy.checked()  # bad settings are refused before anything is loaded
 
     from mlx_kv.files.serialization import check_output, save_prompt_cache
 
@@ -107,7 +107,7 @@ def cache(
     from mlx_kv.mlxlm.traverse import compact
 
     network, tokenizer = model.load()
-    cache_policy = policy.for_model(network, tokenizer, model.name)
+    cache_policy = policy.for_model(network, model.name)
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)

@@ -1,9 +1,10 @@
-"""`mlx-kv calibrate`: measures a model once, so that budgets keep the tokens that its heads need."""
+"""`mlx-kv calibrate`: measures a model once, for better budgets and for bits that it bears; reports what they cost."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,12 @@ import click
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import ModelOptions, short_name
 from mlx_kv.cli.options import command, option, options
-from mlx_kv.cli.output import Progress, file_errors, human_bytes, say
+from mlx_kv.cli.output import Progress, aligned, file_errors, human_bytes, say
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.cache.eviction.calibration import Calibration
+    from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration
 
 EXAMPLES = """
 \b
@@ -30,6 +31,7 @@ Examples:
 """
 MAX_SKIPPED = 5  # files that are listed
 TOP_HEADS = 5
+LEGIBLE = 0.5  # share of right answers with all tokens kept, below which a model does not understand the questions
 SUFFIX, PARTIAL = ".safetensors", ".partial"
 
 
@@ -51,6 +53,38 @@ def head_lines(calibration: Calibration) -> list[str]:
         f"heads       {half} of {len(heads)} in {len(calibration.heads)} layers are given half of the tokens",
         f"largest     {top}, of the mean",
     ]
+
+
+def bits_lines(calibration: Calibration) -> list[str]:
+    """Lines on what --kv-bits auto would choose, and the loss of the bits that take the fewest and the most bytes."""
+    smallest = calibration.smallest_bits()
+    chosen = "none are within 0.01 nats a token" if smallest is None else loss_in_words(smallest)
+    ends = [calibration.losses[0], calibration.losses[-1]]
+    return [f"bits        auto: {chosen}", *(f"            {loss_in_words(loss)}" for loss in ends if loss != smallest)]
+
+
+def loss_in_words(loss: BitsLoss) -> str:
+    rotated = " --kv-rotate" if loss.codec else ""
+    return (
+        f"--kv-bits {loss.keys},{loss.values} --kv-group-size {loss.group_size}{rotated}: {loss.nats:+.4f} ± "
+        f"{loss.error:.4f} nats a token, {loss.bytes_per_token:,} bytes a token"
+    )
+
+
+def answers_lines(answers: Mapping[str, Any]) -> list[str]:
+    """A table of the answers that are right under budgets, before and after the calibration."""
+    count, context = answers["questions"], answers["context"]
+    full = f"{100 * answers['full']:.0f}%"
+    rows = [["tokens kept", "before", "after"], [f"{context:,} (all)", full, full]]
+    rows += [
+        [f"{row['budget']:,}", *(f"{100 * row[name]:.0f}%" for name in ("before", "after"))]
+        for row in answers["budgets"]
+    ]
+    lines = [f"answers     right of {count} about facts in {context:,} tokens of other prose"]
+    lines += [f"            {line}" for line in aligned(rows)]
+    if answers["full"] < LEGIBLE:
+        lines.append("            this model rarely answers with all tokens kept: its answers say little about budgets")
+    return lines
 
 
 @command("calibrate", epilog=EXAMPLES, short_help="Measure a model once, for better --kv-budget results.")
@@ -77,7 +111,7 @@ def head_lines(calibration: Calibration) -> list[str]:
     is_flag=True,
     section="Texts",
     summary="Measure budgets alone: one text.",
-    help="Measure the budgets of heads on one text, and fit no score.",
+    help="Measure the budgets of heads on one text: no fitted score, no bits, and no answers in the report.",
 )
 @option(
     "--output",
@@ -101,10 +135,10 @@ def calibrate_command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Measure how many tokens each head of a model needs, and fit a score to it, for --kv-budget.
+    """Measure how many tokens each head of a model needs, for --kv-budget, and what bits cost, for --kv-bits auto.
 
-    Reads some texts twice. An interrupted run continues when the same command is given again. The other commands find
-    the file by themselves.
+    Reads some texts twice, and reports how many questions are answered right under budgets. An interrupted run
+    continues when the same command is given again. The other commands find the file by themselves.
     """
     if (name is None) == (model is None):
         raise click.UsageError("give one model: mlx-kv calibrate MODEL" if name is None else "got two models: give one")
@@ -116,6 +150,7 @@ def calibrate_command(
     import mlx.core as mx
 
     from mlx_kv.calibration import calibrate, check_texts
+    from mlx_kv.calibration.loss import CANDIDATES, CASES, CONTEXT, TOKENS, measure_answers
     from mlx_kv.calibration.texts import default_texts, single_text, texts_in
     from mlx_kv.files.calibration_file import default_path, save_calibration
     from mlx_kv.files.serialization import model_fingerprint
@@ -141,7 +176,10 @@ def calibrate_command(
         texts = (single_text if budgets_only else default_texts)(tokenizer, positions)
     check_texts(texts, budgets_only)
     kept = work_folder(output)
-    with Progress([float(len(text)) for text in texts], "text") as progress, file_errors(f"write {output}"):
+    weights = [2.0 * len(text) for text in texts]
+    if not budgets_only:
+        weights += [float(TOKENS)] * len(CANDIDATES) + [2.0 * CONTEXT] * CASES
+    with Progress(weights, "step") as progress, file_errors(f"write {output}"):
         try:
             calibration = calibrate(
                 network,
@@ -151,9 +189,13 @@ def calibrate_command(
                 progress=lambda done, total: progress.step(f"calibrating {short_name(chosen)}"),
                 resume=kept,
             )
+            if not budgets_only:
+                answers = measure_answers(network, tokenizer, calibration, lambda: progress.step("asking questions"))
+                calibration = replace(calibration, details={**calibration.details, "answers": answers})
         except KeyboardInterrupt:
             if progress.done:
-                say(f"{progress.done} of {len(texts)} texts are measured, in {kept}: run the command again to continue")
+                done = min(progress.done, len(texts))
+                say(f"{done} of {len(texts)} texts are measured, in {kept}: run the command again to continue")
             raise
         save_calibration(output, calibration, force=force)
     seconds, peak = time.perf_counter() - started, mx.get_peak_memory()
@@ -177,7 +219,7 @@ def check_output(output: Path, force: bool) -> None:
 
 
 def check_weights_kept(output: Path, model: nn.Module) -> None:
-    """Checks that budgets alone do not replace a calibration with a fitted score.
+    """Checks that budgets alone do not replace a calibration with a fitted score and losses of bits.
 
     Raises:
         click.UsageError: they would.
@@ -206,6 +248,10 @@ def print_summary(output: Path, calibration: Calibration, seconds: float, peak: 
             f"fit         R2 {fit['r2']:.2f}, rank correlation {fit['spearman']:.2f}, {100 * fit['top_quarter']:.0f}% "
             f"of the top quarter found, on {details['held_out']} held-out texts"
         )
+    if calibration.losses:
+        lines += bits_lines(calibration)
+    if details.get("answers") is not None:
+        lines += answers_lines(details["answers"])
     lines.append(f"memory      {human_bytes(peak)} at the peak")
     lines.append(f"file        {output.stat().st_size / 1000:,.1f} kB: {output}")
     click.echo("\n".join(lines), err=True)
@@ -221,5 +267,6 @@ def as_object(model: str, output: Path, calibration: Calibration, seconds: float
         "seconds": round(seconds, 2),
         "peak_bytes": peak,
         "heads": calibration.heads,
+        "losses": [loss._asdict() for loss in calibration.losses],
         "details": dict(calibration.details),
     }

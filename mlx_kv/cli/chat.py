@@ -6,11 +6,11 @@ import logging
 import sys
 from typing import Any
 
-from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options, unseeded_sampler
 from mlx_kv.cli.model import ChatOptions, ModelOptions, max_tokens_option, prefill_option
 from mlx_kv.cli.options import command, options
 from mlx_kv.cli.output import say
+from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 
@@ -37,7 +37,7 @@ While it runs:
 @sampling_options
 @prefill_option()
 @draft_options
-@auto_policy_options
+@policy_options()
 @on_each_rank
 def chat(
     machine: Machine,
@@ -47,14 +47,14 @@ def chat(
     sampling: SamplingSettings,
     prefill_step_size: int | None,
     drafts: DraftOptions,
-    policy: AutoPolicyOptions,
+    policy: PolicyOptions,
 ) -> None:
     """Chat with a model: answers stream to stdout, all else goes to stderr.
 
     Each line is a question; three quotation marks begin and end one of several lines. Ctrl-C ends an answer, which
     is kept as far as it came. Questions that are longer than the model's context are refused.
     """
-    _ = policy.before_loading  # bad settings are refused before anything is loaded
+    policy.checked()  # bad settings are refused before anything is loaded
     on_screen = machine.leads and sys.stdin is not None and sys.stdin.isatty()
     if on_screen:
         say(f"loading {model.name}")
@@ -68,7 +68,7 @@ def chat(
 
     network, tokenizer = machine.load()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings of long prompts, which the session refuses
-    cache_policy = policy.for_model(network, tokenizer, model.name)
+    cache_policy = policy.for_model(network, model.name)
     draft = drafts.load_model() if machine.leads else None
 
     def engine(**communicator: Any) -> Engine:

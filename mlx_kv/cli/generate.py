@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.decoding import (
     DraftOptions,
@@ -21,6 +20,7 @@ from mlx_kv.cli.decoding import (
 from mlx_kv.cli.model import ChatOptions, ModelOptions, PromptOptions, max_tokens_option, note_context, prefill_option
 from mlx_kv.cli.options import EXISTING_FILE, command, given_options, option, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
+from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 
@@ -49,7 +49,7 @@ def check_cache_file(draft_model: str | None) -> None:
         raise click.UsageError(
             "--prompt-cache-file has no caches of a draft model: leave out --draft-model, or give --draft suffix"
         )
-    given = given_options(AutoPolicyOptions).values()
+    given = given_options(PolicyOptions).values()
     if given:
         raise click.UsageError(
             f"the caches of --prompt-cache-file keep the policy they were made with: leave out {', '.join(given)}"
@@ -78,7 +78,7 @@ def check_cache_file(draft_model: str | None) -> None:
 @prefill_option()
 @draft_options
 @options(FormatOptions, "answer_format")
-@auto_policy_options
+@policy_options()
 @option(
     "--verbose",
     type=bool,
@@ -106,7 +106,7 @@ def generate(
     prefill_step_size: int | None,
     drafts: DraftOptions,
     answer_format: FormatOptions,
-    policy: AutoPolicyOptions,
+    policy: PolicyOptions,
     verbose: bool,
     as_json: bool,
 ) -> None:
@@ -118,7 +118,7 @@ def generate(
     if prompt_cache_file is not None:
         check_cache_file(drafts.draft_model)
     text = prompt.read() if machine.leads else ""
-    _ = policy.before_loading  # bad settings are refused before anything is loaded
+    policy.checked()  # bad settings are refused before anything is loaded
 
     from mlx_kv.communicator import LOCAL
     from mlx_kv.generation.distributed_caches import make_distributed_caches
@@ -130,7 +130,7 @@ def generate(
 
     model.set_wired_limit()
     network, tokenizer = machine.load()
-    cache_policy = policy.for_model(network, tokenizer, model.name)
+    cache_policy = policy.for_model(network, model.name)
     chats = speaks_chat(tokenizer, ignore_chat_template)
     already, before = 0, list[int]()  # tokens that the caches have read, and their ids, if known
     if prompt_cache_file is not None:

@@ -386,6 +386,7 @@ REMOVED_COMMANDS = {
     "what their caches take",
 }
 REMOVED_OPTIONS: dict[str, str] = {
+    "--loss-text": "mlx-kv calibrate MODEL measures what bits cost, on the texts of its --texts DIR",
     "--plot-heads": "give --json FILE and draw it in a checkout: python -m benchmarks.eval.plots FILE heads.png",
     "--allow-cache": "a server has one cache policy: start one for each, with --kv-bits, --kv-budget and --kv-score",
     "--prompt-store-deadline": "a prompt waits for the disk as long as it takes, other requests do not; leave it out",

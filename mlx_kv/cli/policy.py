@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import click
 
 from mlx_kv.bundled import bundled_models, model_path
-from mlx_kv.cli.options import Command, options
+from mlx_kv.cli.options import Command, given_options, options
 from mlx_kv.cli.output import say
 from mlx_kv.policy_settings import PolicySettings
 from mlx_kv.ranks.environment import launched
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 AUTO = "auto"  # instead of bits: as few as a model bears
 CENTRED = "centred"  # a codec of keys with a centre that is measured
 NONE = "none"  # instead of a calibration file
+ANY_BITS = 8  # instead of those that a calibration decides, while all else is checked
+COARSE_BITS, SMALL_MODEL = 4, 10**9  # bits of which a warning is given, for models of fewer weights
+CHOSEN = ("codec", "rotate", "group_size")  # settings that --kv-bits auto chooses as well
 CALIBRATED = {"score": "--kv-score fitted", "layers": "--kv-layers calibrated"}  # values that need a calibration
 
 STORAGE = ("bits", "codec", "rotate", "residual_length")  # fields that describe how keys and values are stored
 POLICY = (
     *STORAGE,
     *("group_size", "quantized_start", "growth", "max_kv_size", "max_write", "budget", "score", "keep_recent"),
-    *("sinks", "share", "layers", "calibration_file", "margin"),
+    *("sinks", "share", "layers", "calibration_file", "margin", "max_loss"),
 )
 
 
@@ -75,10 +78,11 @@ def read_codecs(text: str) -> Any:
 
 @dataclass(frozen=True)
 class PolicyOptions(PolicySettings):
-    """Options of a `CachePolicy`; `bits` may be "auto", and a codec of keys "centred", for commands that measure them.
+    """Options of a `CachePolicy`; a calibration has the numbers for bits "auto" and for keys "centred".
 
     Attributes:
         rotate: short for the codec "rotated".
+        max_loss: that "auto" may add, in nats a token; None is `MAX_LOSS` of calibrations.
         calibration_file: a file, "none", or None: the one that is found for the model.
     """
 
@@ -89,6 +93,15 @@ class PolicyOptions(PolicySettings):
         option="--kv-rotate",
         help="Rotate before quantising, for less loss: short for --kv-codec rotated.",
     )
+    max_loss: float | None = setting(
+        None,
+        option="--max-loss",
+        metavar="NATS",
+        minimum=0,
+        default_text="0.01",
+        help=f"Largest loss per token that --kv-bits {AUTO} may add, its standard error included, as mlx-kv calibrate "
+        "measured it; 0 quantises nothing.",
+    )
     calibration_file: str | None = setting(
         None,
         option="--kv-calibration",
@@ -97,8 +110,16 @@ class PolicyOptions(PolicySettings):
         help="Calibration of the model, a file of mlx-kv calibrate.",
     )
 
+    @property
+    def measured(self) -> str | None:
+        """The option whose value a calibration decides: --kv-bits auto, --kv-codec centred, or None."""
+        if cast(Any, self.bits) == AUTO:
+            return f"--kv-bits {AUTO}"
+        keys = self.codec[0] if isinstance(self.codec, tuple) else self.codec
+        return f"--kv-codec {CENTRED}" if keys == CENTRED else None
+
     def stored(self) -> dict[str, Any]:
-        """The settings of a `CachePolicy` that describe how keys and values are stored.
+        """The settings of a `CachePolicy` that describe how keys and values are stored, centred keys as rotated ones.
 
         Raises:
             click.UsageError: options that cannot be combined.
@@ -107,11 +128,15 @@ class PolicyOptions(PolicySettings):
 
         bits, codec = cast(Any, self.bits), self.codec
         if bits == AUTO:
-            raise click.UsageError(f"--kv-bits {AUTO} is measured by commands that generate: give a number, such as 8")
-        if CENTRED in keys_and_values("codec", codec):
-            raise click.UsageError(
-                f"--kv-codec {CENTRED} is measured by commands that generate: give rotated, which takes as many bytes"
-            )
+            bits = ANY_BITS
+        elif self.measured is not None:
+            values = codec[1] if isinstance(codec, tuple) else CENTRED
+            if (bits[0] if isinstance(bits, tuple) else bits) is None:
+                raise click.UsageError(f"--kv-codec {CENTRED} needs --kv-bits: give a number, such as 4")
+            plain = isinstance(bits, tuple) and bits[1] is None
+            codec = ("rotated", ("plain" if plain else "rotated") if values == CENTRED else values)
+        elif isinstance(codec, tuple) and codec[1] == CENTRED:
+            raise click.UsageError(f"--kv-codec {codec[0]},{CENTRED}: keys are centred, values are not")
         if self.rotate:
             if codec is not None:
                 raise click.UsageError("--kv-rotate is short for --kv-codec rotated: give one of them")
@@ -128,13 +153,27 @@ class PolicyOptions(PolicySettings):
     def policy(self, calibration: Calibration | None = None) -> CachePolicy:
         """The policy.
 
-        Raises:
-            click.UsageError, ValueError: settings that don't exist or cannot be combined.
-        """
-        from mlx_kv.policy import CachePolicy
+        Args:
+            calibration: of the model; it decides what `measured` names.
 
-        given = {each.name: getattr(self, each.name) for each in fields(PolicySettings)}
-        return CachePolicy(**given | self.stored() | {"calibration": calibration})
+        Raises:
+            click.UsageError, ValueError: settings that don't exist or cannot be combined, or a calibration that does
+                not have what `measured` needs.
+        """
+        self._check_measured()
+        policy = self._with_stand_ins(calibration)
+        if self.measured is None:
+            return policy
+        if calibration is None:
+            raise click.UsageError(f"{self.measured} needs a calibration: give --kv-calibration FILE")
+        if self.bits != cast(Any, AUTO):
+            keys, values = policy.codecs
+            return replace(policy, bits=None, codec=(calibration.centred(keys), values))
+        loss = calibration.smallest_bits(*([] if self.max_loss is None else [self.max_loss]))
+        if loss is None:
+            return policy.plain()
+        codec = cast(Any, loss.codec)
+        return replace(policy, bits=cast(Any, (loss.keys, loss.values)), group_size=loss.group_size, codec=codec)
 
     def checked(self) -> CachePolicy:
         """The policy without what only a calibration has, to check the options before a model is loaded.
@@ -142,21 +181,65 @@ class PolicyOptions(PolicySettings):
         Raises:
             click.UsageError, ValueError: settings that don't exist or cannot be combined.
         """
-        if self.calibration_file is not None and self.budget is None:
+        self._check_measured()
+        if self.calibration_file is not None and self.budget is None and self.measured is None:
             raise click.UsageError("--kv-calibration is for a budget: give --kv-budget, too, or leave it out")
         needs = self._need_calibration()
         if self.calibration_file == NONE and needs:
-            raise click.UsageError(f"{CALIBRATED[needs[0]]} needs a calibration: leave out --kv-calibration none")
-        if "layers" in needs and self.share == "layers":
+            raise click.UsageError(f"{needs[0]} needs a calibration: leave out --kv-calibration none")
+        if self.layers == "calibrated" and self.share == "layers":
             raise click.UsageError(
                 "--kv-layers calibrated gives layers different budgets, and --kv-share layers keeps the same tokens in "
                 "all of them: leave out one of them"
             )
-        without: dict[str, Any] = dict.fromkeys(needs)
-        return replace(self, **without).policy()
+        without: dict[str, Any] = {name: None for name, option in CALIBRATED.items() if option in needs}
+        return replace(self, **without)._with_stand_ins()
+
+    def for_model(self, model: nn.Module, name: str) -> CachePolicy:
+        """The policy for a model; what a calibration decided, and what would be better, is reported on stderr.
+
+        Args:
+            name: of the model, as the user gave it.
+
+        Raises:
+            click.UsageError, ValueError: as `checked` and `calibration_for`.
+        """
+        self.checked()
+        needed = self.budget is not None or self.measured is not None
+        policy = self.policy(self.calibration_for(model, name) if needed else None)
+        if self.bits == cast(Any, AUTO):
+            say(f"--kv-bits {AUTO} is {as_options(policy)}, as mlx-kv calibrate measured")
+        elif self.measured is None and name not in bundled_models() and _too_coarse(policy, model):
+            say(
+                "keys of 4 bits or fewer often change the answers of models below a billion weights: give --kv-bits "
+                f"{AUTO} instead, after mlx-kv calibrate {name}, or --kv-residual 64, too"
+            )
+        return policy
+
+    def _check_measured(self) -> None:
+        """Raises click.UsageError for options that do not go with bits or centres that a calibration decides."""
+        auto = self.bits == cast(Any, AUTO)
+        if self.max_loss is not None and not auto:
+            raise click.UsageError(f"--max-loss is for --kv-bits {AUTO}: give that, too, or leave out --max-loss")
+        if self.measured is not None and launched() is not None:
+            raise click.UsageError(
+                f"{self.measured} is measured on a whole model, and each rank has a part of one: leave it out"
+            )
+        for name, option in given_options(type(self)).items() if auto else ():
+            if name in CHOSEN:
+                raise click.UsageError(f"--kv-bits {AUTO} chooses the value of {option}, too: leave out {option}")
+
+    def _with_stand_ins(self, calibration: Calibration | None = None) -> CachePolicy:
+        """The policy, with other bits and codecs for those that a calibration decides."""
+        from mlx_kv.policy import CachePolicy
+
+        given = {each.name: getattr(self, each.name) for each in fields(PolicySettings)}
+        return CachePolicy(**given | self.stored() | {"calibration": calibration if self.budget is not None else None})
 
     def _need_calibration(self) -> list[str]:
-        return [name for name, option in CALIBRATED.items() if getattr(self, name) == option.partition(" ")[2]]
+        """The options that need a calibration."""
+        needs = [option for name, option in CALIBRATED.items() if getattr(self, name) == option.partition(" ")[2]]
+        return needs if self.measured is None else [self.measured, *needs]
 
     # --- the calibration ----------------------------------------------------------------------------------------------
 
@@ -179,13 +262,13 @@ class PolicyOptions(PolicySettings):
             found = find_calibration(model_path(name), model)
         if found is not None:
             return found
-        for setting_name in self._need_calibration():
+        for option in self._need_calibration():
             raise click.UsageError(
-                f"{CALIBRATED[setting_name]} needs a calibration of this model, and none was found: run mlx-kv "
-                f"calibrate {name}, or give --kv-calibration FILE"
+                f"{option} needs a calibration of this model, and none was found: run mlx-kv calibrate {name}, or give "
+                "--kv-calibration FILE"
             )
         chosen = (self.score, self.share, self.layers, self.calibration_file)
-        if recommend and whole and not any(chosen) and name not in bundled_models():
+        if recommend and whole and self.budget is not None and not any(chosen) and name not in bundled_models():
             say(f"note: --kv-budget chooses tokens far better after mlx-kv calibrate {name}, once for this model")
         return None
 
@@ -222,8 +305,19 @@ def policy_options(group: type = PolicyOptions, parameter: str = "policy", *name
     return options(group, parameter, *(names or POLICY), **read)
 
 
+def _too_coarse(policy: CachePolicy, model: nn.Module) -> bool:
+    """Whether keys, which lose more than values, have so few bits that a small model often answers differently."""
+    from mlx_kv.mlxlm.loading import number_of_weights
+
+    keys = policy.bits[0] if isinstance(policy.bits, tuple) else policy.bits
+    few = keys is not None and keys <= COARSE_BITS
+    return few and policy.residual_length == 0 and number_of_weights(model) < SMALL_MODEL
+
+
 def as_options(policy: CachePolicy) -> str:
     """The options that describe how tensors are stored, as a user writes them."""
+    if policy.stores_plain:
+        return "nothing quantised"
     group = "" if policy.group_size == type(policy)().group_size else f" --kv-group-size {policy.group_size}"
     rotated = " --kv-rotate" if policy.codec == "rotated" else ""
     residual = f" --kv-residual {policy.residual_length}" if policy.residual_length else ""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, SamplingDefaults, draft_options
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import command, listed, not_needed, options
 from mlx_kv.cli.output import say
+from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.cli.server_options import ServerSettings
 
@@ -55,7 +55,7 @@ http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 @draft_options
 @not_needed("--prompt-cache-size", "bytes decide what is kept: --prompt-memory-bytes")
 @not_needed("--prompt-concurrency", "as many prompts are read together as pay")
-@auto_policy_options
+@policy_options()
 @on_each_rank
 def serve(
     machine: Machine,
@@ -63,7 +63,7 @@ def serve(
     server: ServerSettings,
     sampling: SamplingDefaults,
     drafts: DraftOptions,
-    policy: AutoPolicyOptions,
+    policy: PolicyOptions,
 ) -> int:
     """Serve completions and chats to OpenAI clients, many at once.
 
@@ -71,7 +71,7 @@ def serve(
     Ctrl-C and SIGTERM stop it: requests in progress are finished first, or, after another Ctrl-C, end with an error.
     """
     keys = server.keys if machine.leads else []
-    before_loading = policy.before_loading  # bad settings are refused before anything is loaded
+    before_loading = policy.checked()  # bad settings are refused before anything is loaded
     try:
         from mlx_kv.server.api import HttpSettings, Limits, is_loopback
         from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
@@ -88,7 +88,7 @@ def serve(
         network, tokenizer = machine.load()
         if not machine.leads:
             return Models(network, tokenizer)
-        cache_policy = policy.for_model(network, tokenizer, model.name)
+        cache_policy = policy.for_model(network, model.name)
         return Models(network, tokenizer, drafts.load_model(), sampling.of(model.name), cache_policy)
 
     def unload(loaded: Models) -> None:

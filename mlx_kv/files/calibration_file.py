@@ -16,15 +16,16 @@ import mlx.nn as nn
 
 from mlx_kv.bundled import FOLDER as BUNDLED
 from mlx_kv.cache.checks import check_type
-from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation, as_arrays
+from mlx_kv.cache.codecs import Centre
+from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration, FittedLayer, Rotation, as_arrays
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.decoding import Part, check_shape, decode, read_json
-from mlx_kv.files.measurement_cache import cache_folder
 from mlx_kv.files.serialization import model_fingerprint
 
-FORMAT = "mlx-kv calibration 1"
+FORMATS = ("mlx-kv calibration 1", "mlx-kv calibration 2")  # the second has losses of bits and centres of keys
 SUFFIX = ".kvcal.safetensors"
+MAX_CACHES = 10_000  # of a model
 FOLDER = "calibrations"  # in the user's cache folder
 FIX = "make it again with mlx-kv calibrate MODEL"
 
@@ -35,6 +36,8 @@ class Metadata(Part):
     name: str  # a digest of all numbers
     heads: str  # JSON
     details: str  # JSON
+    losses: str = "[]"  # JSON
+    centres: str = "0"  # their number
 
 
 def save_calibration(path: str | Path, calibration: Calibration, *, force: bool = False) -> None:
@@ -58,13 +61,19 @@ def save_calibration(path: str | Path, calibration: Calibration, *, force: bool 
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"details of a calibration are not JSON ({error}): leave out what no JSON can hold") from error
     words = {
-        "format": FORMAT,
+        "format": FORMATS[bool(calibration.losses or calibration.centres)],
         "fingerprint": calibration.fingerprint,
         "name": calibration.name,
         "heads": json.dumps(calibration.heads, allow_nan=False),
         "details": details,
     }
-    tensor_files.write(path, as_arrays(calibration.layers), words)
+    if calibration.losses or calibration.centres:
+        words |= {"losses": json.dumps(calibration.losses, allow_nan=False), "centres": str(len(calibration.centres))}
+    arrays = as_arrays(calibration.layers)
+    for i, centre in enumerate(calibration.centres):
+        if centre is not None:
+            arrays[f"centres.{i}"] = centre.array(mx.float16)[:, 0]
+    tensor_files.write(path, arrays, words)
 
 
 def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibration:
@@ -85,14 +94,19 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
     check_type("path", path, str | os.PathLike, "give the name of a file")
     check_type("model", model, nn.Module | None, "give a model, as mlx_kv.load returns it")
     file = tensor_files.read(path)
-    if file.words.get("format") != FORMAT:
+    if file.words.get("format") not in FORMATS:
         raise ValueError(f"{path} is not a calibration that this version reads: {FIX}")
     try:
         metadata = decode(file.words, Metadata)
         heads = decode(read_json(metadata.heads), list[list[float]])
         details = decode(read_json(metadata.details), dict[str, Any])
-        layers = _layers(file.arrays, [len(row) for row in heads])
-        calibration = Calibration(metadata.fingerprint, heads, layers, details)  # type: ignore[arg-type]
+        losses = tuple(decode(read_json(metadata.losses), list[BitsLoss]))
+        arrays = dict(file.arrays)
+        centres = tuple(
+            _centre(arrays.pop(f"centres.{i}", None)) for i in range(min(int(metadata.centres), MAX_CACHES))
+        )
+        layers = _layers(arrays, [len(row) for row in heads])
+        calibration = Calibration(metadata.fingerprint, heads, layers, details, losses, centres)  # type: ignore[arg-type]
         if calibration.name != metadata.name:
             raise ValueError("its numbers are not those that were written")
     except ValueError as error:
@@ -100,6 +114,14 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
     if model is not None and calibration.fingerprint != model_fingerprint(model):
         raise ValueError(f"{path} is a calibration of another model: run mlx-kv calibrate MODEL")
     return calibration
+
+
+def _centre(array: mx.array | None) -> Centre | None:
+    """Raises ValueError for an array that is no centre (H, D)."""
+    if array is None:
+        return None
+    check_shape(array, "H D", {}, mx.float16)
+    return Centre.of(array[None, :, None])
 
 
 def _layers(arrays: dict[str, mx.array], heads: list[int]) -> tuple[FittedLayer, ...]:
@@ -163,10 +185,20 @@ def _check_rope(rope: Rotation, channels: int) -> None:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
+def cache_folder() -> Path | None:
+    """The folder of this user for data that can be made again; it may not exist yet. None without a home directory.
+
+    $XDG_CACHE_HOME/mlx-kv if that is an absolute path, as its specification demands, else ~/.cache/mlx-kv.
+    """
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    folder = xdg if os.path.isabs(xdg) else os.path.expanduser("~/.cache")
+    return Path(folder) / "mlx-kv" if os.path.isabs(folder) else None
+
+
 def is_calibration(path: Path) -> bool:
     """Whether a file is a calibration, of any version, complete or cut off."""
     words = _words(path)
-    return words is not None and words.get("format", "").startswith(FORMAT.rstrip("0123456789"))
+    return words is not None and words.get("format", "").startswith(FORMATS[0].rstrip("0123456789"))
 
 
 def _words(path: Path) -> dict[str, str] | None:
@@ -192,7 +224,7 @@ def find_calibration(model_path: str | Path, model: nn.Module) -> Calibration | 
     fingerprint: str | None = None
     for path in _places(model_path):
         words = _words(path)
-        if words is None or words.get("format") != FORMAT:
+        if words is None or words.get("format") not in FORMATS:
             continue
         fingerprint = fingerprint or model_fingerprint(model)
         if words.get("fingerprint") == fingerprint:

@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_caches
 from tiny_models import make_model
 
-from mlx_kv import CachePolicy, KVCache, codec_names, make_prompt_cache
+from mlx_kv import CachePolicy, Calibration, KVCache, codec_names, make_prompt_cache
 from mlx_kv.cache.codecs import Affine, Centre, Centred, find_codec, in_words
-from mlx_kv.calibration.storage import CodecLoss, centred, choose_bits, losses
+from mlx_kv.calibration.loss import bytes_per_token, centred, losses, measure_centres
 
 TEXT = np.random.default_rng(0).integers(2, 90, size=150).tolist()
 FOUR = Affine(4, 32, rotate=True)
@@ -54,12 +54,11 @@ def test_keys_that_lie_far_from_zero_cost_what_they_do_around_it() -> None:
     assert cost(bias, False) > 3 * around_zero
 
 
-def test_it_takes_no_bytes_and_can_be_chosen() -> None:
+def test_it_takes_no_bytes_and_a_calibration_has_it() -> None:
     model = make_model("llama")
     policy = CachePolicy(codec=(centred(model, TEXT, FOUR), FOUR))
-    text = CodecLoss(model, TEXT)
-    assert text.added(policy).bytes_per_token == text.added(CachePolicy(codec=FOUR)).bytes_per_token
-    assert choose_bits(model, TEXT, 10.0, candidates=[CachePolicy(), policy]) == policy
+    assert bytes_per_token(model, policy) == bytes_per_token(model, CachePolicy(codec=FOUR))
+    assert Calibration("x", [[1.0]], centres=measure_centres(model, TEXT)).centred(FOUR) == policy.codecs[0]
     told = in_words(policy.codecs)
     assert len(told) < 200
     other = CachePolicy(codec=(centred(model, TEXT[10:], FOUR), FOUR))

@@ -30,7 +30,15 @@ def test_it_writes_a_file_that_is_found(command: Command, model: Path, texts: Pa
     assert called.out == ""
     file = tmp_path / "draft.kvcal.safetensors"
     assert str(file) in called.err
-    for word in ("texts       ", "heads       ", "largest     ", "fit         R2 ", "memory      ", "file        "):
+    for word in (
+        "texts       ",
+        "heads       ",
+        "largest     ",
+        "fit         R2 ",
+        "bits        auto: ",
+        "memory      ",
+        "file        ",
+    ):
         assert word in called.err
     calibration = load_calibration(file)
     assert len(calibration.layers) == 2

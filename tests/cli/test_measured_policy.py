@@ -1,9 +1,9 @@
-"""What of a policy is measured on the model: `--kv-bits auto` and centred keys, said, remembered, and compared."""
+"""What a calibration decides of a policy: `--kv-bits auto` and centred keys."""
 
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,146 +11,114 @@ import pytest
 
 import mlx_kv
 from mlx_kv.bundled import model_path
-from mlx_kv.calibration.storage import bytes_per_token, choose_bits, tokens_of
-from mlx_kv.settings import option_value
+from mlx_kv.cache.eviction.calibration import BitsLoss
+from mlx_kv.calibration.loss import bytes_per_token
+from mlx_kv.files.calibration_file import beside
 
 ASKED = ("generate", "--prompt", "import os\n", "--max-tokens", "3", "--json")
-TEXT = "\n".join(Path(mlx_kv.__file__).read_text(encoding="utf-8").splitlines()[20:45])
+
+
+@pytest.fixture(scope="module")
+def made() -> mlx_kv.Calibration:
+    """Of the draft model, on short texts, with made-up losses."""
+    network, tokenizer = mlx_kv.load(model_path("draft"))
+    calibration = mlx_kv.calibrate(network, tokenizer, [[5 + i, 6, 7, 8] * 16 for i in range(6)])
+    losses = [BitsLoss(4, 4, 64, "rotated", 700, 0.5, 0.25), BitsLoss(8, 4, 32, None, 900, 0.0, 0.005)]
+    return replace(calibration, losses=tuple(losses))
 
 
 @pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "remembered"))
-    file = tmp_path / "text.txt"
-    file.write_text(TEXT, encoding="utf-8")
-    return file
+def calibrated(model: Path, made: mlx_kv.Calibration) -> Path:
+    """The draft model with its calibration beside it."""
+    mlx_kv.save_calibration(beside(model), made)
+    return model
 
 
-@pytest.mark.parametrize("max_loss", [0.02, 1e9])
-def test_what_is_chosen_is_what_the_library_chooses(max_loss: float, text: Path, command: Any) -> None:
-    done = command(*ASKED, "--kv-bits", "auto", "--max-loss", max_loss, "--loss-text", text)
+def bytes_of(done: Any) -> float:
     answer = json.loads(done.out)
-    model, tokenizer = mlx_kv.load(model_path("reference"))
-    tokens = tokens_of(tokenizer, [TEXT])
-    policy = choose_bits(model, tokens, max_loss)
-    assert answer["kv_bytes_live"] == (answer["prompt_tokens"] + 3) * bytes_per_token(model, policy)
-    measuring, chosen = done.err.splitlines()[:2]
-    assert measuring.endswith(
-        f"measuring what each number of bits costs on {len(tokens)} tokens of a text, once for this model"
+    return float(answer["kv_bytes_live"] / (answer["prompt_tokens"] + 3))
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "policy", "says"),
+    [
+        (None, mlx_kv.CachePolicy(bits=(8, 4), group_size=32), "--kv-bits 8,4 --kv-group-size 32"),
+        ("0.75", mlx_kv.CachePolicy(bits=4, codec="rotated"), "--kv-bits 4 --kv-rotate"),
+        ("0.001", mlx_kv.CachePolicy(), "nothing quantised"),
+    ],
+)
+def test_bits_are_those_that_the_calibration_bears(
+    max_loss: str | None, policy: mlx_kv.CachePolicy, says: str, calibrated: Path, command: Any
+) -> None:
+    bound = () if max_loss is None else ("--max-loss", max_loss)
+    done = command(*ASKED, "--model", calibrated, "--kv-bits", "auto", *bound)
+    assert done.code == 0, done.err
+    assert f"--kv-bits auto is {says}, as mlx-kv calibrate measured" in done.err
+    network, _ = mlx_kv.load(str(calibrated))
+    assert bytes_of(done) == bytes_per_token(network, policy)
+
+
+def test_without_a_calibration_or_its_losses_the_command_to_run_is_named(
+    model: Path, made: mlx_kv.Calibration, command: Any
+) -> None:
+    for options in (("--kv-bits", "auto"), ("--kv-bits", "4", "--kv-codec", "centred")):
+        done = command(*ASKED, "--model", model, *options)
+        assert (done.code, done.out) == (2, "")
+        what = " ".join(options[-2:])
+        assert f"{what} needs a calibration of this model, and none was found: run mlx-kv calibrate {model}" in done.err
+    mlx_kv.save_calibration(beside(model), replace(made, losses=(), centres=()))
+    assert (
+        "this calibration has no losses of bits: run mlx-kv calibrate anew"
+        in command(*ASKED, "--model", model, "--kv-bits", "auto").err
     )
-    assert f"--kv-bits auto is --kv-bits {option_value(policy.bits)}" in chosen
-    assert re.search(
-        rf" \+?-?[\d.]+ ± [\d.]+ nats a token on {len(tokens)} tokens \(measured now\), [\d,]+ bytes a token instead",
-        chosen,
-    )
+    done = command(*ASKED, "--model", model, "--kv-bits", "4", "--kv-codec", "centred")
+    assert "this calibration has no centres of keys: run mlx-kv calibrate anew" in done.err
 
 
-def test_a_second_run_remembers(text: Path, command: Any, tmp_path: Path) -> None:
-    again = ("--kv-bits", "auto", "--max-loss", "1e9", "--loss-text", text)
-    first, second = (command(*ASKED, *again) for _ in range(2))
-    assert json.loads(first.out)["tokens"] == json.loads(second.out)["tokens"]
-    assert "(measured now)" in first.err
-    assert "(as measured before)" in second.err
-    assert "measuring" not in second.err
-    text.write_text(TEXT + " and more", encoding="utf-8")  # another text
-    assert "(measured now)" in command(*ASKED, *again).err
-    folder = tmp_path / "remembered" / "mlx-kv"
-    (file,) = folder.iterdir()
-    file.write_text("somebody else's")
-    assert "(measured now, and cannot be stored)" in command(*ASKED, *again).err
-    assert file.read_text() == "somebody else's"
-
-
-def test_the_newest_as_they_came_are_measured_so(text: Path, command: Any) -> None:
-    again = (*ASKED, "--kv-bits", "auto", "--max-loss", "1e9", "--loss-text", text)
-    assert "(measured now)" in command(*again).err
-    done = command(*again, "--kv-residual", "16")
-    assert "--kv-residual 16: +" in done.err or "--kv-residual 16: -" in done.err
-    assert "(measured now)" in done.err  # what was measured without them is of something else
-    assert "(as measured before)" in command(*again, "--kv-residual", "16").err
-
-
-def test_where_no_bits_are_borne_all_stays_plain(text: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.calibration.storage.CodecLoss.added", lambda self, policy: Cost())
-    done = command(*ASKED, "--kv-bits", "auto", "--loss-text", text)
-    answer = json.loads(done.out)
-    assert answer["kv_bytes_live"] == answer["kv_bytes_full"]
-    assert "no bits are within 0.01 nats a token, 0.7500 at the least" in done.err
-    assert done.err.count("nothing is quantised") == 1
-
-
-class Cost:
-    nats, error = 0.5, 0.25
-
-
-def test_centred_keys_take_as_many_bytes_and_go_into_files(text: Path, command: Any, tmp_path: Path) -> None:
-    bits = ("--kv-bits", "4", "--loss-text", text)
+def test_centred_keys_take_as_many_bytes_and_go_into_files(calibrated: Path, command: Any, tmp_path: Path) -> None:
+    bits = ("--model", calibrated, "--kv-bits", "4")
     done = command(*ASKED, *bits, "--kv-codec", "centred")
-    rotated = command(*ASKED, "--kv-bits", "4", "--kv-rotate")
-    assert json.loads(done.out)["kv_bytes_live"] == json.loads(rotated.out)["kv_bytes_live"]
-    assert "measuring the means of keys" in done.err
+    rotated = command(*ASKED, *bits, "--kv-rotate")
+    assert bytes_of(done) == bytes_of(rotated)
     file = tmp_path / "kept.safetensors"
     for codec, names in (("centred", ["centred", "rotated"]), ("centred,affine", ["centred", "affine"])):
         command("cache", "--prompt", "import os\n", "--output", file, "--force", *bits, "--kv-codec", codec)
         caches = mlx_kv.load_prompt_cache(file)
         assert [each.name for each in caches[0].view.codecs] == names
         assert caches[0].view.codecs[0] != caches[1].view.codecs[0]
-    went_on = command("generate", "--prompt-cache-file", file, "--prompt", "import sys", "--max-tokens", "3")
-    assert "cached" in went_on.err
 
 
-def test_answers_of_a_file_are_of_what_was_asked_for(text: Path, command: Any, tmp_path: Path) -> None:
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text('{"prompt": "import os", "max_tokens": 3}\n')
-    asked = ("batch", "--prompts", prompts, "--output", output, "--loss-text", text, "--kv-bits", "auto", "--max-loss")
-    assert "measuring" in command(*asked, "0.02").err
-    assert "measuring" not in command(*asked, "0.02").err  # all is answered, and no model is loaded
-    output.unlink()
-    command(*asked[:-1])
-    assert command(*asked, "0.01").code == 0  # which is meant where nobody says
-    assert command(*asked, "1e9").code != 0  # of other settings
+def test_inspect_and_plan_take_them_too(calibrated: Path, command: Any) -> None:
+    inspected = command("inspect", "--model", calibrated, "--prompt", "import os\n" * 40, "--kv-budget", "40",
+                        "--kv-keep-recent", "8", "--kv-bits", "auto")  # fmt: skip
+    assert inspected.code == 0, inspected.err
+    options = ("plan", "--model", calibrated, "--kv-bits", "auto")
+    planned = command(*options, "--kv-calibration", beside(calibrated))
+    assert "bits=(8, 4)" in planned.out
+    assert "--kv-bits auto needs a calibration: give --kv-calibration FILE" in command(*options).err
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (("--max-loss", "1"), "--max-loss is for --kv-bits auto: give that, too, or leave out --max-loss"),
-        (("--kv-bits", "8", "--loss-text", "TEXT"), "--loss-text is for --kv-bits auto, or --kv-codec centred"),
+        (("--loss-text", "TEXT"), "--loss-text was removed in 0.4: mlx-kv calibrate MODEL measures what bits cost"),
         (("--kv-bits", "auto", "--kv-rotate"), "--kv-bits auto chooses the value of --kv-rotate, too"),
         (("--kv-bits", "auto", "--kv-group-size", "32"), "leave out --kv-group-size"),
         (("--kv-bits", "auto", "--kv-codec", "centred"), "leave out --kv-codec"),
         (("--kv-bits", "auto", "--max-loss", "-1"), "--max-loss"),
+        (("--kv-bits", "auto", "--kv-calibration", "none"), "--kv-bits auto needs a calibration: leave out"),
         (("--kv-codec", "centred"), "--kv-codec centred needs --kv-bits: give a number, such as 4"),
         (("--kv-codec", "centred", "--kv-bits", "none,4"), "--kv-codec centred needs --kv-bits"),
         (("--kv-codec", "plain,centred", "--kv-bits", "4"), "keys are centred, values are not"),
-        (("--kv-bits", "auto", "--loss-text", "EMPTY"), "a text of 0 tokens is too short to measure a loss"),
-        (
-            ("--kv-codec", "centred", "--kv-bits", "4", "--loss-text", "EMPTY"),
-            "is too short to measure keys: give 64 or more",
-        ),
-        (("--kv-bits", "auto", "--loss-text", "BYTES"), "is not UTF-8 text: give another file with --loss-text"),
         (("--kv-bits", "auto,4"), "'auto' is not a number of bits"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    options: tuple[str, ...], says: str, text: Path, command: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").touch()
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    files = {"TEXT": text, "EMPTY": tmp_path / "empty", "BYTES": tmp_path / "bytes"}
-    done = command(*ASKED, *(files.get(option, option) for option in options))
+def test_what_does_not_go_together_is_refused(options: tuple[str, ...], says: str, command: Any) -> None:
+    done = command(*ASKED, *options)
     assert done.code == 2
     assert says in done.err
     assert done.out == ""
-
-
-def test_commands_without_weights_say_so(command: Any) -> None:
-    for options, says in (
-        (("--kv-bits", "auto"), "--kv-bits auto is measured by commands that generate: give a number, such as 8"),
-        (("--kv-bits", "4", "--kv-codec", "centred"), "give rotated, which takes as many bytes"),
-    ):
-        done = command("plan", "--model", "examples/gemma-4-31b", *options)
-        assert (done.code, says in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(

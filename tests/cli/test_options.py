@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, make_prompt_cache
-from mlx_kv.cli.auto_policy import AutoPolicyOptions
 from mlx_kv.cli.decoding import DraftOptions, FormatOptions, SamplingDefaults
 from mlx_kv.cli.main import command as group
 from mlx_kv.cli.model import ChatOptions, ModelOptions, PromptOptions
 from mlx_kv.cli.options import given_options, message_of, option_names, options
+from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import UNSUPPORTED, RankOptions, check_supported
 from mlx_kv.cli.server_options import ServerSettings
 from mlx_kv.generation.settings import SamplingSettings
@@ -159,7 +159,7 @@ def test_options_of_a_command_set_different_settings() -> None:
 
 
 GROUPS = (
-    *(AutoPolicyOptions, DraftOptions, FormatOptions, SamplingDefaults, ModelOptions, ChatOptions, PromptOptions),
+    *(PolicyOptions, DraftOptions, FormatOptions, SamplingDefaults, ModelOptions, ChatOptions, PromptOptions),
     *(RankOptions, ServerSettings, SamplingSettings),
 )
 
@@ -185,8 +185,8 @@ def test_an_option_has_the_name_that_python_uses(kind: type) -> None:
 )
 def test_names_of_python_are_options(option: str, value: str, field: str) -> None:
     @click.command()
-    @options(AutoPolicyOptions, "policy", field)
-    def one(policy: AutoPolicyOptions) -> None:
+    @options(PolicyOptions, "policy", field)
+    def one(policy: PolicyOptions) -> None:
         click.echo(getattr(policy, field))
 
     assert CliRunner().invoke(one, [option, value]).output == f"{value}\n"

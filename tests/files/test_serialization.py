@@ -29,7 +29,7 @@ from mlx_kv import (
 )
 from mlx_kv.cache.codecs import Affine
 from mlx_kv.cache.eviction import scores
-from mlx_kv.calibration.storage import centred
+from mlx_kv.calibration.loss import centred
 from mlx_kv.files import tensor_files
 from mlx_kv.files.serialization import check_fingerprint, model_fingerprint
 from mlx_kv.mlxlm.traverse import attention_caches, leaves

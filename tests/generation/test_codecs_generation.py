@@ -15,7 +15,7 @@ import mlx_kv
 from mlx_kv.cache import attention
 from mlx_kv.cache.attention import Packed
 from mlx_kv.cache.codecs import Affine
-from mlx_kv.calibration.storage import centred
+from mlx_kv.calibration.loss import centred
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
 

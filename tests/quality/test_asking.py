@@ -18,7 +18,7 @@ from benchmarks.eval.measure import answers_of, evaluate, fill, right_answers, r
 from benchmarks.eval.questions import QUESTIONS, case_of, trial_of
 from benchmarks.eval.results import Settings
 from mlx_kv.cache.eviction.scores import score_names
-from mlx_kv.calibration import storage
+from mlx_kv.calibration import loss
 from mlx_kv.calibration.questions import Room, Talk, python_texts
 from mlx_kv.mlxlm.traverse import compact
 
@@ -100,7 +100,7 @@ def test_answers_that_are_right_without_the_context_do_not_count(model: Any, mon
 
 
 def test_accuracy_is_the_share_of_the_answers_that_count(model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(storage, "context_length", lambda model: None)
+    monkeypatch.setattr(loss, "context_length", lambda model: None)
     monkeypatch.setattr(evaluation, "right_answers", lambda *_: np.array([[False, True, False, True]]))
     for known, value in (([True, False, True, False], 1.0), ([False] * 4, 0.5), ([True, False, False, True], 0.5)):
         monkeypatch.setattr(evaluation, "right_without_context", lambda *_, known=known: np.array([known]))
@@ -116,7 +116,7 @@ def test_accuracy_is_the_share_of_the_answers_that_count(model: Any, monkeypatch
 
 @pytest.mark.parametrize("task", QUESTIONS)
 def test_every_task_is_measured(task: str, model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(storage, "context_length", lambda model: None)
+    monkeypatch.setattr(loss, "context_length", lambda model: None)
     settings = replace(SETTINGS, context=1000, seeds=2)
     found = list(evaluate(model, Characters(), task, settings))
     assert len(found) == len(tokens_read(Characters(), task, settings)) == 2 * 2 * 2

@@ -18,7 +18,7 @@ from benchmarks.eval.contexts import Context
 from benchmarks.eval.measure import evaluate, right_answers, tokens_read
 from benchmarks.eval.results import Measurement, Settings, summary
 from mlx_kv.cache.eviction.scores import score_names
-from mlx_kv.calibration.storage import read_losses
+from mlx_kv.calibration.loss import read_losses
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import compact
 

@@ -1,4 +1,4 @@
-"""What was measured of one model for its budgets: how many tokens each head needs, and weights that predict a score.
+"""What was measured of one model: the tokens that heads need, weights of a score, loss by bits, and centres of keys.
 
 The fitted score is that of KVzip, predicted from the keys and values of a cache by a ridge regression for each layer:
 the largest attention that a token receives when its text is read once more (`kvzip`). The features of a token are the
@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_kv.cache.checks import check_type
+from mlx_kv.cache.codecs import Centre, CentredByLayer, Codec
 from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
 from mlx_kv.cache.eviction.scores import MEASURED, Score, ScoredTokens
-from mlx_kv.settings import SettingError
+from mlx_kv.settings import SettingError, is_number, shown
 
 FITTED = "fitted"
 SCORE_PREFIX = f"{FITTED}:"
+MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
+ANEW = "run mlx-kv calibrate anew, without --budgets-only"
 TINY_NORM = 1e-6
 TINY_SHARE = 1e-5  # added to shares of attention before their logarithm is taken
 BLOCK = 1024  # tokens at once: features are a second copy of keys and values in float32
@@ -144,6 +147,31 @@ def fitted_score(layers: Sequence[FittedLayer]) -> Callable[[ScoredTokens], mx.a
 # --- a calibration ----------------------------------------------------------------------------------------------------
 
 
+class BitsLoss(NamedTuple):
+    """What it costs to store keys and values in fewer bits.
+
+    Attributes:
+        keys, values: bits.
+        group_size, codec: as for `CachePolicy`.
+        bytes_per_token: of all layers, scales included.
+        nats: added loss per token, the mean over held-out texts, compared with plain caches.
+        error: its standard error, as if tokens were independent.
+    """
+
+    keys: int
+    values: int
+    group_size: int
+    codec: str | None
+    bytes_per_token: int
+    nats: float
+    error: float
+
+    @property
+    def upper_bound(self) -> float:
+        """The added loss plus one standard error; a gain counts as 0."""
+        return max(self.nats, 0.0) + self.error
+
+
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Measurements of one model, as `mlx_kv.calibrate` makes them and a `.kvcal.safetensors` file stores them.
@@ -155,6 +183,8 @@ class Calibration:
         heads: (L, H), tokens that each head is given, as a multiple of the mean over all heads.
         layers: of each layer, the weights of the fitted score; empty if only budgets were measured.
         details: versions, texts, tokens and the quality of the fit; anything that JSON can hold.
+        losses: of bits, the fewest bytes first; empty where they were not measured.
+        centres: of the keys of each of the model's caches, None where there are no keys; empty as `losses`.
 
     Raises:
         TypeError: an argument of another type.
@@ -165,11 +195,19 @@ class Calibration:
     heads: HeadBudgets
     layers: tuple[FittedLayer, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    losses: tuple[BitsLoss, ...] = ()
+    centres: tuple[Centre | None, ...] = ()
 
     def __post_init__(self) -> None:
         check_type("fingerprint", self.fingerprint, str, "give that of a model, 32 hex digits")
         check_type("layers", self.layers, tuple, "give a tuple of the weights of each layer")
         check_type("details", self.details, Mapping, "give a dict of what JSON can hold")
+        check_type("losses", self.losses, tuple, "give those of mlx_kv.calibrate or of a file")
+        check_type("centres", self.centres, tuple, "give those of mlx_kv.calibrate or of a file")
+        if not all(isinstance(loss, BitsLoss) for loss in self.losses):
+            raise TypeError("losses has an element that is not a BitsLoss: give those of mlx_kv.calibrate or of a file")
+        if not all(isinstance(centre, Centre | None) for centre in self.centres):
+            raise TypeError("centres has an element that is no Centre: give those of mlx_kv.calibrate or of a file")
         if not all(isinstance(layer, FittedLayer) for layer in self.layers):
             raise TypeError(
                 "layers has an element that is not a FittedLayer: give those of mlx_kv.calibrate or of a file"
@@ -189,6 +227,8 @@ class Calibration:
         for layer in self.layers:
             for array in layer.arrays.values():
                 sealed.update(memoryview(array))  # type: ignore[arg-type]
+        if self.losses or self.centres:
+            sealed.update(repr((self.losses, [centre and centre.numbers for centre in self.centres])).encode())
         return sealed.hexdigest()
 
     @cached_property
@@ -204,6 +244,31 @@ class Calibration:
                 "calibrate without --budgets-only"
             )
         return Score(SCORE_PREFIX + self.name, fitted_score(self.layers), per_token=True)
+
+    def smallest_bits(self, max_loss: float = MAX_LOSS) -> BitsLoss | None:
+        """The bits with the fewest bytes a token whose loss and standard error are within a bound; None: no bits are.
+
+        Args:
+            max_loss: in nats per token.
+
+        Raises:
+            ValueError: a negative bound, or losses that were not measured.
+        """
+        if not (is_number(max_loss) and max_loss >= 0):
+            raise ValueError(f"max_loss is {shown(max_loss)}: give nats a token, 0 or more")
+        if not self.losses:
+            raise ValueError(f"this calibration has no losses of bits: {ANEW}")
+        return next((each for each in self.losses if each.upper_bound <= max_loss), None)
+
+    def centred(self, codec: Codec) -> CentredByLayer:
+        """A codec of keys that subtracts their centres and stores the difference by `codec`.
+
+        Raises:
+            ValueError: centres that were not measured.
+        """
+        if not self.centres:
+            raise ValueError(f"this calibration has no centres of keys: {ANEW}")
+        return CentredByLayer(self.centres, codec)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Calibration) and other.name == self.name
