@@ -107,16 +107,6 @@ class Worker:
         self._inbox.put(partial(self._cancel, job))
 
     @property
-    def ranks(self) -> int:
-        """Number of machines with a part of the model."""
-        return 1 if self.group is None else self.group.size
-
-    @property
-    def speculates(self) -> bool:
-        """Whether tokens are drafted."""
-        return self.settings.drafting.drafter is not None or self.models.draft is not None
-
-    @property
     def snapshot(self) -> Snapshot:
         """The newest snapshot of memory."""
         return self.monitor.snapshot
