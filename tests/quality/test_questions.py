@@ -9,19 +9,8 @@ import numpy as np
 import pytest
 from characters import Characters
 
-from benchmarks.eval.questions import QUESTIONS, case_of
-from mlx_kv.calibration.questions import (
-    Ask,
-    Function,
-    Room,
-    Talk,
-    Texts,
-    functions_of,
-    make_case,
-    paragraphs,
-    python_texts,
-    scatter,
-)
+from benchmarks.eval.questions import QUESTIONS, Function, Texts, case_of, functions_of, python_texts
+from mlx_kv.calibration.questions import Ask, Room, Talk, make_case, paragraphs, scatter
 
 ROOM = Room(context=1500, keep_recent=64)
 FACTS = ("needle", "needles", "many_needles", "tracking", "chat")
