@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from mlx_kv.generation.settings import SamplingSettings
     from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.statistics import CacheStatistics, SpeculationStatistics, cache_statistics
+    from mlx_kv.mlxlm.attention import show_attention
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
-    from mlx_kv.mlxlm.observing import show_attention
     from mlx_kv.mlxlm.traverse import can_trim_prompt_cache, compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
@@ -104,7 +104,7 @@ _HOMES = {
     "save_calibration": "files.calibration_file",
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
-    "show_attention": "mlxlm.observing",
+    "show_attention": "mlxlm.attention",
     "speculative_generate": "generation.generate",
     "stream_generate": "generation.generate",
     "trim_prompt_cache": "mlxlm.traverse",

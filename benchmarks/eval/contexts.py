@@ -21,9 +21,8 @@ from mlx_kv.cache.protocol import Call, Hook
 from mlx_kv.calibration.loss import read
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, hold, needs_second_pass
-from mlx_kv.mlxlm.attention import AttentionPatch
+from mlx_kv.mlxlm.attention import AttentionPatch, attach_attention_hooks
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import is_ours
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import MOST_TOKENS
@@ -159,7 +158,7 @@ class Context:
             type(new).from_state(state if new.evictor is None else state._replace(layout=list(new.layout.parameters)))
             for new, state in zip(empty, self._filled[1], strict=True)
         ]
-        show_attention(self.model, caches)
+        attach_attention_hooks(self.model, caches)
         return caches
 
     def _fill(self, policy: CachePolicy) -> list[Any]:

@@ -61,8 +61,6 @@ class AttentionCall:
         placed, named = self._arguments(changes)
         return self._function(*placed, **named)
 
-    hand_on = forward  # its name up to 0.2
-
     def changed(self, **changes: Any) -> AttentionCall:
         """The same call with other arguments.
 

@@ -17,8 +17,7 @@ from mlx_kv.cache.layout import Row
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.loading import architecture
-from mlx_kv.mlxlm.rope import Ropes, cache_ropes
+from mlx_kv.mlxlm.probe import Ropes, architecture, cache_ropes
 from mlx_kv.mlxlm.traverse import is_ours, leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import MOST_TOKENS

@@ -28,8 +28,8 @@ from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, To
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
 from mlx_kv.generation.wired_memory import wired_memory
+from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.batching import RowsByClass, check_alike, evaluated
-from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import trim_all
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
@@ -102,7 +102,7 @@ class BatchEngine:
             sequence.text = prompt_text(sequence, tokens_of(sequence.caches or []))
         (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
         target = self._decoder.target
-        show_attention(target.model, (sequence.caches or [])[: target.layers])
+        attach_attention_hooks(target.model, (sequence.caches or [])[: target.layers])
 
     def cancel(self, index: int) -> None:
         """Removes a sequence at any stage; an unknown index is ignored."""

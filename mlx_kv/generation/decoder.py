@@ -25,10 +25,11 @@ from mlx_kv.generation.speculation.acceptance import Choice, RowContext, RowCont
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, RemoteDrafter, find_drafter
 from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.statistics import SpeculationStatistics
+from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import check_policy
-from mlx_kv.mlxlm.loading import check_model, vocabulary_of
-from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.loading import vocabulary_of
+from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.recurrent import unread
 from mlx_kv.policy import CachePolicy
 
@@ -84,7 +85,7 @@ class Decoder:
     def read(self, tokens: mx.array, cache: list[Any]) -> None:
         """The model and the drafter read tokens (1, n) into such caches."""
         layers = self.target.layers
-        show_attention(self.target.model, cache[:layers])
+        attach_attention_hooks(self.target.model, cache[:layers])
         self.target.model(tokens, cache=cache[:layers])
         if self.drafter is not None and cache[layers:]:
             rows: Any = tokens.tolist()

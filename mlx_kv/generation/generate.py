@@ -27,9 +27,10 @@ from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN, DraftLength, D
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, needs_second_pass
+from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.convert import check_windows
-from mlx_kv.mlxlm.loading import check_model, context_length, vocabulary_of
-from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.loading import context_length, vocabulary_of
+from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import shown, whole_number
@@ -399,7 +400,7 @@ def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
             "and a drafter without a model"
         )
     check_windows(model, caches)
-    show_attention(model, caches)
+    attach_attention_hooks(model, caches)
     if decoder.drafter is None:
         return
     if not can_trim(caches, 0):

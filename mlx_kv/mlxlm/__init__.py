@@ -5,10 +5,8 @@
     traverse.py   the caches of all layers: listed, trimmed, compacted
     recurrent.py  recurrent state with checkpoints
     batching.py   caches as rows of a batch, and mlx-lm's generator
-    probe.py      probes: how a model uses its caches
-    observing.py  probes: which layers show their attention; caches that need to see it
-    rope.py       probes: the RoPE of each layer
-    attention.py  a patch of the attention function
+    probe.py      probes: how a model uses its caches, and the RoPE of what it caches
+    attention.py  a patch of the attention function, and which layers go through it
     cpu.py        attention and activation on a CPU
 
 Differences between models are found by probes, never by a model's name.

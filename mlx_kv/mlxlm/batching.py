@@ -16,11 +16,9 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.rows import check_joinable
 from mlx_kv.cache.segmented import SegmentedCache
-from mlx_kv.mlxlm.attention import AttentionPatch
+from mlx_kv.mlxlm.attention import AttentionPatch, attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.loading import architecture
-from mlx_kv.mlxlm.observing import attends_by_class
-from mlx_kv.mlxlm.probe import ATTENTION, cached_per_model, refuses_ragged
+from mlx_kv.mlxlm.probe import ATTENTION, architecture, cached_per_model, refuses_ragged
 from mlx_kv.mlxlm.recurrent import RecurrentState
 from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves, mapped
 

@@ -17,9 +17,17 @@ from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.mlxlm.loading import architecture, check_model
-from mlx_kv.mlxlm.observing import reads_packed, show_attention
-from mlx_kv.mlxlm.probe import ATTENTION, cache_usage, cached_per_model, counts_slots, indexers, window_of
+from mlx_kv.mlxlm.attention import attach_attention_hooks, reads_packed
+from mlx_kv.mlxlm.probe import (
+    ATTENTION,
+    architecture,
+    cache_usage,
+    cached_per_model,
+    check_model,
+    counts_slots,
+    indexers,
+    window_of,
+)
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import BOUNDS, CachePolicy, given_policy, names
@@ -73,7 +81,7 @@ def make_prompt_cache(
     caches = mapped(stock_caches, convert)
     count_by_attention(caches)
     mark_last(model, caches)
-    show_attention(model, caches)
+    attach_attention_hooks(model, caches)
     return caches
 
 

@@ -141,11 +141,6 @@ def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
     return model
 
 
-def check_model(name: str, model: object) -> None:
-    """Raises TypeError where an argument is no model."""
-    check_type(name, model, nn.Module, "give a model, as mlx_kv.load returns it")
-
-
 @cached_per_model
 def number_of_weights(model: nn.Module) -> int:
     """The number of weights of all layers; packed ones count as the weights that they encode."""
@@ -203,11 +198,6 @@ def generation_config(path_or_hub_id: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def architecture(model: nn.Module) -> str:
-    """The name of the file of mlx-lm that a model comes from."""
-    return type(model).__module__.rpartition(".")[2]
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -18,9 +18,9 @@ from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.generation.admission import shares_up_to
 from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes
-from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
 from mlx_kv.planning.row_memory import RowMemory

@@ -18,8 +18,8 @@ from mlx_kv.generation.admission import MAX_CHECKPOINTS
 from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, needs_second_pass
+from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.loading import vocabulary_of
-from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, kind_of, leaves
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.store import PromptStore
@@ -82,7 +82,7 @@ class PromptReader:
             )
         self.caches, self.reused = (caches, 0) if found is None else found
         if found is not None and isinstance(model, nn.Module):
-            show_attention(model, self.caches)
+            attach_attention_hooks(model, self.caches)
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
         self._checkpoints = needs_checkpoints(self.caches)

@@ -20,9 +20,9 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import check_type
+from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
 from mlx_kv.mlxlm.loading import (
-    architecture,
     fit_to_device,
     load_lazily,
     model_from_config,
@@ -30,8 +30,7 @@ from mlx_kv.mlxlm.loading import (
     quantize_as_stored,
     weights_of,
 )
-from mlx_kv.mlxlm.observing import attends_by_class
-from mlx_kv.mlxlm.probe import copy_results, counts_slots, refuses_ragged
+from mlx_kv.mlxlm.probe import architecture, copy_results, counts_slots, refuses_ragged
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.settings import SettingError
 

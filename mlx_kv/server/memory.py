@@ -25,9 +25,9 @@ from mlx_kv.generation.admission import shares_up_to
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes
-from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.planning.device import default_limit as default_limit

@@ -14,7 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tiny_models import make_model
 
 from mlx_kv.cache.eviction.calibration import Rotation
-from mlx_kv.mlxlm.rope import cache_ropes, measured_rotation
+from mlx_kv.mlxlm.probe import cache_ropes, measured_rotation
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -19,7 +19,7 @@ from mlx_kv.calibration.fit import (
     quality,
     targets,
 )
-from mlx_kv.mlxlm.rope import measured_rotation
+from mlx_kv.mlxlm.probe import measured_rotation
 
 LAYER = FittedLayer(mx.zeros((0,)), mx.zeros((0,)))
 

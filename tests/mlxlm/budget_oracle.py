@@ -22,8 +22,7 @@ from mlx_kv import CachePolicy
 from mlx_kv.cache.eviction.allocation import DIGITS
 from mlx_kv.cache.eviction.calibration import FittedLayer
 from mlx_kv.cache.eviction.scores import ScoredTokens, register_score
-from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
-from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 
 Numbers = list[list[dict[int, float]]]  # of each layer and head, by position

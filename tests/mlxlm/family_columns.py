@@ -36,7 +36,7 @@ from mlx_kv import (
 )
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.mlxlm.observing import attention_seen
+from mlx_kv.mlxlm.attention import attention_seen
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 EXACT = Verdict("exact")

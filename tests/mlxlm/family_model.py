@@ -35,7 +35,7 @@ class Verdict:
         kind: "exact"; "refused", with our message; "nothing to do" where no layer has what the column is about;
             "as mlx-lm" where we answer as mlx-lm's own caches do in the same chunks, but the model looks ahead in each;
             "mlx-lm fails" where its own caches end in a traceback; of attention "seen", "derived" or "hidden", as
-            `mlx_kv.mlxlm.observing` says it; "WRONG".
+            `mlx_kv.mlxlm.attention` says it; "WRONG".
         reason: in words; of "exact" what is exact although mlx-lm's own caches are not.
     """
 

@@ -15,9 +15,9 @@ from test_visibility import NOT_JUST_SEEN, UNREADABLE
 from mlx_kv.cache import row_classes
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.prefill import read_ragged
+from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.batching import RowsByClass, rows_must_be_equal
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.observing import attends_by_class
 
 NONE = {"mamba", "mamba2", "rwkv7"}  # no attention
 OTHERWISE = {"gemma3n"}  # layers that read another's tokens

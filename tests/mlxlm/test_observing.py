@@ -12,8 +12,7 @@ from mlx_lm.models import qwen3
 
 import mlx_kv
 from mlx_kv.cache.eviction.scores import Score, Wants
-from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
-from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, show_attention
 from tests.tiny_models import make_model
 
 MLX_LM = qwen3.scaled_dot_product_attention

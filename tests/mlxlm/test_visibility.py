@@ -8,8 +8,7 @@ from families import WALKED, family_names, make_family, shared_family
 from family_model import read, tokens
 from mlx_lm.models import cache as stock
 
-from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
-from mlx_kv.mlxlm.observing import attention_seen
+from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch, attention_seen
 
 UNREADABLE = ("olmo",)  # no model of it can be read
 # By family, of the caches of attention in the order of the model's; "seen" in all others.
