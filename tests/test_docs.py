@@ -105,14 +105,6 @@ def test_a_command_that_does_not_exist_is_seen() -> None:
         parsed("mlx-kv nothing --kv-bits 8")
 
 
-def test_modules_that_moved_are_where_the_page_says() -> None:
-    table = (ROOT / "docs" / "upgrading.md").read_text().partition("| it was | it is |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (.*`.*) \| (.*`.*) \|$", table, re.M)
-    assert len(rows) > 15
-    for name in re.findall(r"`(mlx_kv[\w.]+)`", " ".join(new for _old, new in rows)):
-        exists(name)
-
-
 def test_the_changelog_has_a_place_for_what_is_to_come_and_this_version_with_a_day() -> None:
     headings = re.findall(r"^## (.+)$", CHANGELOG.read_text(), re.M)
     assert headings[0] == "[Unreleased]"

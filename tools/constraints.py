@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-MAKERS = {"train", "dev", "docs"}  # extras of those who work on the package
+MAKERS = {"train", "test", "dev", "docs"}  # extras of those who work on the package
 
 
 def files() -> dict[str, set[str]]:
