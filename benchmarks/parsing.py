@@ -44,7 +44,7 @@ def bodies() -> dict[str, bytes]:
 def parser() -> Callable[[bytes], Any]:
     """The parser of the checkout on the path."""
     import mlx_kv  # noqa: F401  (first: it chooses the BLAS)
-    from mlx_kv.files.decoding import read_json
+    from mlx_kv.files.tensor_files import read_json
     from mlx_kv.server.requests import RequestRules
 
     try:

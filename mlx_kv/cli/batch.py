@@ -241,7 +241,7 @@ class RequestReader:
 
     def read(self, number: int, raw: bytes) -> Request:
         """Raises ValueError for a line that is no request."""
-        from mlx_kv.files.decoding import DuplicateKeyError, unique_keys
+        from mlx_kv.files.tensor_files import DuplicateKeyError, unique_keys
 
         try:
             line = msgspec.convert(json.loads(raw.decode("utf-8").rstrip(), object_pairs_hook=unique_keys), Line)

@@ -20,8 +20,8 @@ from mlx_kv.cache.codecs import Centre
 from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration, FittedLayer, Rotation, as_arrays
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
-from mlx_kv.files.decoding import Part, check_shape, decode, read_json
 from mlx_kv.files.serialization import model_fingerprint
+from mlx_kv.files.tensor_files import Part, check_shape, decode, read_json
 
 FORMATS = ("mlx-kv calibration 1", "mlx-kv calibration 2")  # the second has losses of bits and centres of keys
 SUFFIX = ".kvcal.safetensors"

@@ -1,7 +1,7 @@
 """Prompt cache files: written, read and checked; cut into blocks for a store of prompts; fingerprints of models.
 
-A file is a safetensors file whose metadata has a version, a description in JSON (`schema`) and its checksum; the
-description has a digest of each array. Files of mlx-lm are read, too (`stock_files`).
+A file is a safetensors file whose metadata has a version, a description in JSON (`caches`) and its checksum; the
+description has a digest of each array. Files of mlx-lm are read, too (`caches`).
 
 In a store of prompts the slots of packed caches are cut into blocks, each of which becomes a file of its own. A block
 is named by a digest of its contents, so the same slots have the same name in every process. Layers of one layout and
@@ -32,11 +32,10 @@ from mlx.utils import tree_flatten
 from msgspec import UNSET
 
 from mlx_kv.cache.checks import check_type, token_ids
-from mlx_kv.files import stock_files, tensor_files
+from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
-from mlx_kv.files.caches import describe, restore
-from mlx_kv.files.decoding import check_shape, decode, read_json
-from mlx_kv.files.schema import BlockColumn, Description
+from mlx_kv.files.caches import BlockColumn, Description, convert, describe, is_stock, restore
+from mlx_kv.files.tensor_files import check_shape, decode, read_json
 
 __all__ = ["PromptFile", "load_prompt_cache", "load_prompt_file", "model_fingerprint", "save_prompt_cache"]
 
@@ -121,7 +120,7 @@ def is_prompt_cache(path: str | Path) -> bool:
     """Whether a file has the metadata of a prompt cache of mlx-kv, of any version, or of mlx-lm; it may be damaged."""
     with open(path, "rb") as file:
         words = tensor_files.words_of(file, os.fstat(file.fileno()).st_size)
-    return words is not None and (VERSION_WORD in words or stock_files.is_stock(words))
+    return words is not None and (VERSION_WORD in words or is_stock(words))
 
 
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
@@ -210,7 +209,7 @@ class ReadFile:
             ValueError: a description that is not valid, or with a score or a codec that is not registered.
         """
         if self.description is None:
-            caches, metadata = stock_files.convert(self.path, self.file)
+            caches, metadata = convert(self.path, self.file)
             return PromptFile(caches, metadata, stock=True)
         if self.description.blocks is not UNSET:
             raise ValueError(

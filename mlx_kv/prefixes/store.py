@@ -41,7 +41,7 @@ from msgspec import Meta, Struct
 from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.files import serialization, tensor_files
 from mlx_kv.files.atomic_write import locked
-from mlx_kv.files.decoding import decode, read_json
+from mlx_kv.files.tensor_files import decode, read_json
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
 from mlx_kv.prefixes.index import Entry, PrefixCache, packed, refuse_removed

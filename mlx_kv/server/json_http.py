@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mlx_kv.files.decoding import read_json
+from mlx_kv.files.tensor_files import read_json
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 

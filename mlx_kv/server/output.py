@@ -20,7 +20,7 @@ from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mlx_kv.files.decoding import read_json
+from mlx_kv.files.tensor_files import read_json
 from mlx_kv.generation.grammar import (
     CallMarks,
     Constraint,

@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_kv.files.decoding import read_json
+from mlx_kv.files.tensor_files import read_json
 from mlx_kv.generation import grammar as grammars
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar import Constraint

@@ -10,7 +10,7 @@ import pytest
 from reasoning_server import TOOL
 from serving import Running, check_error
 
-from mlx_kv.files.decoding import MAX_NESTED, read_json
+from mlx_kv.files.tensor_files import MAX_NESTED, read_json
 from mlx_kv.generation.settings import SamplingSettings
 
 USER = [{"role": "user", "content": "x"}]
