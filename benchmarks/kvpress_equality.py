@@ -112,7 +112,7 @@ def kept_here(model: Any, ids: list[int], run: Run, ratio: float, instructions: 
     )
     caches = make_prompt_cache(model, policy)
     if run.score == "kvzip":
-        from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill
+        from mlx_kv.generation.prefill import Instructions, TwoPassPrefill
 
         asked = Instructions(tuple(instructions[FIRST]), tuple(instructions[LATER]), tuple(instructions["\n"]))
         TwoPassPrefill(model, caches, [ids], len(ids), asked, chunk=CHUNK).finish()

@@ -33,7 +33,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_kv import KVCache, cache_statistics, load
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.segmented import SegmentedCache
-from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.engine import EngineSettings, make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm import batching
 from mlx_kv.mlxlm.attention import AttentionCall
@@ -131,7 +131,7 @@ def measure_model(rounds: int) -> dict[str, dict[str, float]]:
 
     def decoded(batch: list[int]) -> tuple[float, int, int]:
         """Seconds of a step in which all rows decode, and bytes after them: allocated, live."""
-        engine = make_engine(model, set(), None, ROWS)
+        engine = make_engine(model, set(), None, EngineSettings(ROWS))
         for index, length in enumerate(batch):
             engine.submit(TokenSequence(index, [1], GENERATED, caches=brought(engine, length)))
         while engine.pending:

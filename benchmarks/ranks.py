@@ -120,7 +120,7 @@ def work(name: str, split: str, tokens: int, rounds: int) -> None:
 
     def ours(policy: CachePolicy | None = None) -> dict[str, Any]:
         from mlx_kv.communicator import LOCAL
-        from mlx_kv.generation.distributed_caches import make_distributed_caches
+        from mlx_kv.generation.decode_batch import make_distributed_caches
 
         caches = make_distributed_caches(model, policy or CachePolicy(), group or LOCAL)
         got = measured(stream_generate(model, tokenizer, ids, max_tokens=tokens, prompt_cache=caches, group=group))

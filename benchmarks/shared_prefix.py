@@ -31,7 +31,7 @@ from mlx_kv import CachePolicy, PromptMemory, batch_generate, load
 from mlx_kv.bundled import model_path
 from mlx_kv.cache import row_classes
 from mlx_kv.generation.admission import Beginnings
-from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
 from mlx_kv.generation.sequence import TokenSequence
 
 GRID = "1x500,4x500,16x500,64x500,1x2000,4x2000,16x2000,64x2000,1x8000,4x8000,16x8000,64x8000"
@@ -75,7 +75,7 @@ def kept_prefix(model: Any, policy: CachePolicy, tokens: list[int]) -> PromptMem
 
 def filled(model: Any, policy: CachePolicy, memory: PromptMemory, tokens: list[int], rows: int) -> Engine:
     """An engine whose rows all decode."""
-    engine = make_engine(model, set(), policy, rows)
+    engine = make_engine(model, set(), policy, EngineSettings(rows))
     for row in range(rows):
         own = mx.random.randint(1, 1000, (OWN,), key=mx.random.key(row)).tolist()
         found = memory.find([*tokens, *own])  # type: ignore[misc]

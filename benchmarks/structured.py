@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx_kv  # noqa: F401  (first: it chooses the BLAS)
 from mlx_kv.bundled import model_path
-from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.engine import EngineSettings, make_engine
 from mlx_kv.generation.grammar import Grammar, GrammarCompiler, json_schema
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.loading import load
@@ -41,7 +41,7 @@ SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
 
 def speed(model: Any, tokenizer: Any, grammar: Grammar | None, rows: int, tokens: int) -> tuple[float, list[int]]:
     """Tokens a second of all rows, after their prompts, and those of the first."""
-    engine = make_engine(model, set(tokenizer.eos_token_ids), max_batch_size=rows)
+    engine = make_engine(model, set(tokenizer.eos_token_ids), settings=EngineSettings(rows))
     prompt = [int(token) for token in tokenizer.encode(PROMPT)]
     for row in range(rows):
         processors = () if grammar is None else (grammar.processor(len(prompt)),)

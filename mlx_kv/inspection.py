@@ -22,9 +22,8 @@ from mlx_kv.cache.checks import token_ids
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import AttentionCall
 from mlx_kv.generation.encoding import tokens_of_prompt
-from mlx_kv.generation.prefill import prefill_step, read_chunk
+from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, prefill_all, prefill_step, read_chunk
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, prefill_all
 from mlx_kv.mlxlm.attention import attention_hooked, attention_modules
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of

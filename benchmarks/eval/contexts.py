@@ -19,8 +19,14 @@ from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call, Hook
 from mlx_kv.calibration.loss import read
-from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, hold, needs_second_pass
+from mlx_kv.generation.prefill import (
+    NO_INSTRUCTIONS,
+    Instructions,
+    TwoPassPrefill,
+    hold,
+    needs_second_pass,
+    prefill_step,
+)
 from mlx_kv.mlxlm.attention import AttentionPatch, attach_attention_hooks
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import is_ours

@@ -20,8 +20,7 @@ import numpy as np
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.calibration.loss import check_length, log_likelihoods, read, read_losses
 from mlx_kv.calibration.questions import Room, Talk
-from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
+from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, prefill_step
 from mlx_kv.inspection import check_attention
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of

@@ -38,7 +38,7 @@ from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.calibration.questions import Room, Talk
 from mlx_kv.cli.output import duration
 from mlx_kv.files.calibration_file import load_calibration
-from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.loading import load
 
 from . import quick_softmax

@@ -27,7 +27,7 @@ from mlx_kv.calibration.texts import MIN_TOKENS, default_texts, single_text
 from mlx_kv.calibration.work import Work
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
-from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.mlxlm.probe import architecture, check_model
 

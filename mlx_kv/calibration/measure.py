@@ -14,8 +14,7 @@ import mlx.nn as nn
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Row
-from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill
+from mlx_kv.generation.prefill import Instructions, TwoPassPrefill, prefill_step
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.probe import Ropes, architecture, cache_ropes
 from mlx_kv.mlxlm.traverse import is_ours, leaves

@@ -21,7 +21,7 @@ from mlx_kv.calibration.fit import Moments, Quality, head_parts, head_table, inp
 from mlx_kv.calibration.measure import LayerReading, read_twice, ropes_of
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
-from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.generation.prefill import Instructions
 
 FORMAT = "mlx-kv calibration in progress 1"
 STATE, HELD_OUT = "state.safetensors", "held-out-{:03}.safetensors"

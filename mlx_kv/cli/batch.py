@@ -137,25 +137,18 @@ def batch(
 
     def start() -> tuple[Engine, PromptEncoder]:
         """Loads the model and makes an engine; ranks but the first follow it to its end."""
-        from mlx_kv.generation.engine import make_engine
-        from mlx_kv.generation.two_pass_prefill import Instructions
+        from mlx_kv.generation.engine import EngineSettings, make_engine
+        from mlx_kv.generation.prefill import Instructions
 
         network, tokenizer = machine.load()
         cache_policy = policy.for_model(network, model.name)
         draft = drafts.load_model() if machine.leads else None
 
+        instructions = Instructions.for_policy(cache_policy, tokenizer, network)
+        settings = EngineSettings(max_batch_size, prefill_step_size, drafts.settings, draft, instructions=instructions)
+
         def engine(**communicator: Any) -> Engine:
-            return make_engine(
-                network,
-                set(tokenizer.eos_token_ids),
-                cache_policy,
-                max_batch_size,
-                prefill_step_size,
-                draft,
-                instructions=Instructions.for_policy(cache_policy, tokenizer, network),
-                **vars(drafts.settings),
-                **communicator,
-            )
+            return make_engine(network, set(tokenizer.eos_token_ids), cache_policy, settings, **communicator)
 
         return machine.lead_or_follow(engine), PromptEncoder(network, tokenizer, ignore_chat_template, sampling)
 

@@ -100,9 +100,8 @@ def cache(
 
     from mlx_kv.files.serialization import model_fingerprint
     from mlx_kv.generation.encoding import encode_beginning, speaks_chat
-    from mlx_kv.generation.prefill import prefill_step, reserve_for
+    from mlx_kv.generation.prefill import Instructions, prefill_all, prefill_step, reserve_for
     from mlx_kv.generation.statistics import cache_statistics
-    from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.traverse import compact
 

@@ -61,9 +61,9 @@ def chat(
 
     from mlx_kv.cli.chat_session import ChatFiles, ChatSession
     from mlx_kv.generation.conversation import Conversation
-    from mlx_kv.generation.engine import Engine, make_engine
+    from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
+    from mlx_kv.generation.prefill import Instructions
     from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-    from mlx_kv.generation.two_pass_prefill import Instructions
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = machine.load()
@@ -71,19 +71,17 @@ def chat(
     cache_policy = policy.for_model(network, model.name)
     draft = drafts.load_model() if machine.leads else None
 
+    settings = EngineSettings(
+        1,
+        prefill_step_size,
+        drafts.settings,
+        draft,
+        return_caches=machine.group is None,  # several ranks read each prompt in full
+        instructions=Instructions.for_policy(cache_policy, tokenizer, network),
+    )
+
     def engine(**communicator: Any) -> Engine:
-        return make_engine(
-            network,
-            set(tokenizer.eos_token_ids),
-            cache_policy,
-            1,
-            prefill_step_size,
-            draft,
-            **vars(drafts.settings),
-            return_caches=machine.group is None,  # several ranks read each prompt in full
-            instructions=Instructions.for_policy(cache_policy, tokenizer, network),
-            **communicator,
-        )
+        return make_engine(network, set(tokenizer.eos_token_ids), cache_policy, settings, **communicator)
 
     sampler = unseeded_sampler(sampling, tokenizer)
 

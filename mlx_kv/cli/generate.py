@@ -121,7 +121,7 @@ def generate(
     policy.checked()  # bad settings are refused before anything is loaded
 
     from mlx_kv.communicator import LOCAL
-    from mlx_kv.generation.distributed_caches import make_distributed_caches
+    from mlx_kv.generation.decode_batch import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.generate import shown_before, speculative_generate, stream_generate
     from mlx_kv.generation.prefill import prefill_step

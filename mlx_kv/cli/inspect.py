@@ -292,8 +292,7 @@ def inspect_command(
         replace(settings, score=score).checked()
 
     from mlx_kv.generation.encoding import encode_text
-    from mlx_kv.generation.prefill import prefill_step
-    from mlx_kv.generation.two_pass_prefill import Instructions
+    from mlx_kv.generation.prefill import Instructions, prefill_step
     from mlx_kv.inspection import inspect_policies
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load

@@ -81,7 +81,7 @@ class ModelOptions:
         Raises:
             ValueError: this device does not support it.
         """
-        from mlx_kv.generation.wired_memory import wired_memory
+        from mlx_kv.generation.engine import wired_memory
 
         wired_memory.choose(self.wired_limit)
 

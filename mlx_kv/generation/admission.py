@@ -18,10 +18,9 @@ import numpy as np
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.cache.segments import can_evict_later
-from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.generation.prefill import needs_second_pass, read_chunk
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation.drafters import Drafter
-from mlx_kv.generation.two_pass_prefill import needs_second_pass
 from mlx_kv.mlxlm.batching import evaluated
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_all
 

@@ -8,17 +8,19 @@ B rows, V the vocabulary, L the most tokens drafted for a row.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.cache.layout import NO_LIMIT, Budget
 from mlx_kv.communicator import LOCAL, Communicator
-from mlx_kv.generation.distributed_caches import make_distributed_caches
-from mlx_kv.generation.prefill import announce, prefill_step, read_ragged
+from mlx_kv.generation.prefill import announce, check_local, prefill_step, read_ragged
+from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.recurrent import is_recurrent, mark_last, with_checkpoints
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
@@ -232,3 +234,46 @@ class DecodeBatch:
             return None
         trim_prompt_cache(each, beyond, strict=True)
         return each
+
+
+# --- caches of a model in several processes ---------------------------------------------------------------------------
+
+
+def make_distributed_caches(
+    model: nn.Module, policy: CachePolicy, communicator: Communicator = LOCAL, *, strict: bool = True
+) -> list[Any]:
+    """New caches of the layers of this process, whose budgets keep the same tokens on all ranks.
+
+    Args:
+        strict: as for `make_prompt_cache`.
+
+    Raises:
+        ValueError: another policy than the leader's, or what `make_prompt_cache` refuses.
+    """
+    if communicator.distributed:
+        _check_same(policy, communicator)
+        if policy.reads_twice:
+            check_local(communicator)
+    return make_prompt_cache(model, policy, strict=strict, peers=communicator.for_caches(model))
+
+
+def _check_same(policy: CachePolicy, communicator: Communicator) -> None:
+    """Raises ValueError where a policy is not the leader's, as far as its settings are plain values."""
+    own = {each.name: _plain(getattr(policy, each.name)) for each in fields(policy)}
+    leaders = communicator.broadcast(lambda: own)
+    if leaders != own:
+        names = [name for name in own if leaders[name] != own[name]]
+        theirs, here = (", ".join(f"{name}={each[name]!r}" for name in names) for each in (leaders, own))
+        raise ValueError(f"the leader's policy has {theirs}, that of this rank {here}: give all ranks the same")
+
+
+def _plain(value: Any) -> Any:
+    """A setting as the link between ranks sends it; tables and calibrations by their digest, other objects as None."""
+    if isinstance(value, Calibration):
+        return value.name
+    if isinstance(value, tuple) and all(isinstance(one, tuple) for one in value):
+        return f"table {hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()}"
+    listed = list(value) if isinstance(value, tuple) else [value]
+    if not all(isinstance(one, int | float | str | None) for one in listed):
+        return None
+    return listed if isinstance(value, tuple) else value

@@ -14,21 +14,18 @@ from mlx_lm.generate import GenerationResponse
 
 from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_numbers
 from mlx_kv.communicator import LOCAL, Communicator, Steps
-from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import Decoder, make_decoder
-from mlx_kv.generation.distributed_caches import check_local, given_caches
 from mlx_kv.generation.encoding import encode_messages, has_chats, tokens_of_prompt, wrapped
-from mlx_kv.generation.engine import Engine, make_engine
-from mlx_kv.generation.prefill import prefill_step
+from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
+from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, check_local, needs_second_pass, prefill_step
 from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import UNLIMITED, BatchToken, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings, given_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN, DraftLength, DraftSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.statistics import SpeculationStatistics
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, needs_second_pass
 from mlx_kv.mlxlm.attention import attach_attention_hooks
-from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.convert import check_caches, check_windows
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
@@ -163,7 +160,7 @@ def stream_generate(
     embeddings = options.get("input_embeddings")
     check_type("input_embeddings", embeddings, mx.array | None, "give an mx.array (tokens, hidden size), or None")
     if prompt_cache is not None and policy is None:
-        check_windows(model, given_caches("prompt_cache", model, prompt_cache))
+        check_windows(model, check_caches("prompt_cache", model, prompt_cache))
 
     def limit() -> int:
         if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
@@ -334,7 +331,7 @@ def _stream(
     sequence.processors = tuple(processors) if communicator.leads else ()
     decoder.target.embeddings = embeddings
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
-    engine = BatchEngine(decoder, ends, 1, step, statistics, instructions=instructions)
+    engine = Engine(decoder, ends, EngineSettings(1, step, instructions=instructions), statistics)
     if device_stream is not None:
         engine.stream = device_stream
     responses = _responses(engine, sequence, tokenizer, communicator, progress)
@@ -342,7 +339,7 @@ def _stream(
 
 
 def _responses(
-    engine: BatchEngine,
+    engine: Engine,
     sequence: TokenSequence,
     tokenizer: Any,
     communicator: Communicator,
@@ -515,22 +512,14 @@ def batch_generate(
             for index, (tokens, limit) in enumerate(prompts_and_limits)
         ]
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
-    engine = make_engine(
-        model,
-        ends,
-        policy,
-        max_batch_size,
-        prefill_step_size,
-        draft_model,
-        num_draft_tokens,
-        statistics,
-        drafter=drafter,
-        prompt_lookup_min=prompt_lookup_min,
-        prompt_lookup_max=prompt_lookup_max,
-        draft_length=draft_length,
-        communicator=communicator,
-        instructions=Instructions.for_policy(policy, tokenizer, model),
+    drafting = communicator.on_leader(
+        lambda: DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
     )
+    instructions = Instructions.for_policy(policy, tokenizer, model)
+    settings = EngineSettings(
+        max_batch_size, prefill_step_size, drafting or DraftSettings(), draft_model, instructions=instructions
+    )
+    engine = make_engine(model, ends, policy, settings, communicator, statistics)
     return _tokens(engine, sequences, communicator)
 
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.communicator import LOCAL, CacheCommunicator
@@ -166,6 +167,19 @@ def _fit_policy(model: nn.Module, policy: CachePolicy, strict: bool) -> tuple[Ca
     elif full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
         reason = "none has a window, so all can take back any number of tokens, and read as many"
     raise SettingError(f"no layer of this model can honour {names(ignored)}: {{}}; leave it out", reason)
+
+
+def check_caches(name: str, model: nn.Module, caches: Any) -> list[Any]:
+    """Returns the caches of an argument, one for each layer of a model.
+
+    Raises:
+        ValueError: caches of another number of layers.
+        TypeError: something else than caches.
+    """
+    checked, layers = cache_list(name, caches), len(stock.make_prompt_cache(model))
+    if len(checked) != layers:
+        raise ValueError(f"{name} has {len(checked)} layers, the model {layers}: use make_prompt_cache")
+    return checked
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:

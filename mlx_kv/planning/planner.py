@@ -17,7 +17,7 @@ from mlx_kv.cache.codecs import Bits
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.generation.admission import shares_up_to
-from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes

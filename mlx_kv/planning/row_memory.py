@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_kv.cache.growth import DEFAULT, Growth, round_up
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, OVERLAP, Instructions
+from mlx_kv.generation.prefill import NO_INSTRUCTIONS, OVERLAP, Instructions
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out
 from mlx_kv.policy import CachePolicy
 
@@ -75,7 +75,7 @@ class RowMemory:
         """The most bytes while a prompt is read for the second time; 0 where it is read once.
 
         Layers whose score wants it hold the prompt and the part that is repeated, in slots that are allocated at the
-        first token; all others are copied for the repetition (`generation.two_pass_prefill`).
+        first token; all others are copied for the repetition (`generation.prefill`).
         """
         if self.instructions is None:
             return 0

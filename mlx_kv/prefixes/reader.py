@@ -15,10 +15,17 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, planned
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.admission import MAX_CHECKPOINTS
-from mlx_kv.generation.distributed_caches import given_caches
-from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, needs_second_pass
+from mlx_kv.generation.prefill import (
+    NO_INSTRUCTIONS,
+    Instructions,
+    TwoPassPrefill,
+    chunk_end,
+    needs_second_pass,
+    prefill_step,
+    read_chunk,
+)
 from mlx_kv.mlxlm.attention import attach_attention_hooks
+from mlx_kv.mlxlm.convert import check_caches
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, kind_of, leaves
 from mlx_kv.prefixes.memory import PromptMemory
@@ -60,7 +67,7 @@ class PromptReader:
         check_type("model", model, Callable, "give a model, or what reads tokens (1, n) into caches")
         check_type("instructions", instructions, Instructions, "give Instructions.of(tokenizer, model)")
         if isinstance(model, nn.Module):
-            caches, vocabulary = given_caches("caches", model, caches), vocabulary_of(model)
+            caches, vocabulary = check_caches("caches", model, caches), vocabulary_of(model)
         else:
             caches, vocabulary = cache_list("caches", caches), MOST_TOKENS + 1
         self.model, self.tokens, self.store = model, token_ids(tokens, vocabulary, "tokens"), store

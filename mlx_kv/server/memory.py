@@ -22,9 +22,8 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.row_classes import KEPT, LEAST_SAVED
 from mlx_kv.generation.admission import shares_up_to
-from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
+from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD, Instructions
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes

@@ -13,10 +13,10 @@ import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
+from mlx_kv.generation.prefill import Instructions
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.reader import draft_mark
@@ -54,8 +54,8 @@ class WorkerSettings:
 
     Attributes:
         policy: of the caches.
-        max_batch_size, prefill_step_size: as in `make_engine`.
-        max_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
+        max_batch_size, prefill_step_size: as in `EngineSettings`.
+        max_wait: seconds that rows wait for their next token while prompts are read, as in `EngineSettings`.
         drafting: of speculative decoding.
         prompt_memory_bytes: of cached prefixes in memory; 0 keeps none.
         open_store: opens the prompt store; None is without one.
@@ -84,19 +84,16 @@ class WorkerSettings:
         Raises:
             ValueError: the model does not support the policy.
         """
-        return make_engine(
-            models.model,
-            set(models.tokenizer.eos_token_ids),
-            policy,
+        settings = EngineSettings(
             self.max_batch_size,
             self.prefill_step_size,
+            self.drafting,
             models.draft,
-            **vars(self.drafting),
             return_caches=self.keeps_prompts or policy.budget is not None,  # also to count the last evictions
-            communicator=communicator,
             instructions=instructions,
             max_wait=self.max_wait,
         )
+        return make_engine(models.model, set(models.tokenizer.eos_token_ids), policy, settings, communicator)
 
     def fingerprint(self, models: Models, policy: CachePolicy, engine: Engine) -> str:
         """Identifies the caches of a model, draft model, policy, and of how the engine makes room for drafts.

@@ -19,8 +19,8 @@ import mlx.core as mx
 from mlx_kv.communicator import Communicator
 from mlx_kv.generation.admission import continue_from
 from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.prefill import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED

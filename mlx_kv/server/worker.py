@@ -11,7 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.ranks.engine import follow

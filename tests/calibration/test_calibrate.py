@@ -18,7 +18,7 @@ from mlx_kv.calibration.fit import head_parts
 from mlx_kv.calibration.measure import read_twice
 from mlx_kv.calibration.questions import MODULES
 from mlx_kv.calibration.texts import default_texts, single_text, texts_in
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, prefill_all
+from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, prefill_all
 from mlx_kv.mlxlm.traverse import attention_caches
 
 Texts = list[list[int]]

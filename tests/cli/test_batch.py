@@ -12,7 +12,7 @@ import pytest
 from batch_runs import GOOD, PROMPTS, Files, alone
 
 from mlx_kv.cli import main as cli
-from mlx_kv.generation.batch_engine import BatchEngine
+from mlx_kv.generation.engine import Engine
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
@@ -78,14 +78,14 @@ def test_settings_of_the_policy_and_the_sampler_arrive(call: Any, files: Files) 
 def test_no_more_than_a_few_batches_are_submitted_ahead(
     call: Any, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most, submit = 0, BatchEngine.submit
+    most, submit = 0, Engine.submit
 
-    def counting(self: BatchEngine, sequence: Any) -> None:
+    def counting(self: Engine, sequence: Any) -> None:
         nonlocal most
         submit(self, sequence)
         most = max(most, len(self.pending) + len(self.rows))
 
-    monkeypatch.setattr(BatchEngine, "submit", counting)
+    monkeypatch.setattr(Engine, "submit", counting)
     files.ask(*({"prompt": [5], "max_tokens": 2} for _ in range(40)))
     assert call("--max-batch-size", 2).code == 0
     assert len(files.by_id()) == 40

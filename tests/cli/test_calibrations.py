@@ -37,18 +37,18 @@ def calibration(model: Path) -> Calibration:
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> list[mlx_kv.CachePolicy]:
     """Of the caches with a budget that commands make, one of each policy in a row."""
-    from mlx_kv.generation import distributed_caches
+    from mlx_kv.generation import decode_batch
 
     found: list[mlx_kv.CachePolicy] = []
 
-    made = distributed_caches.make_prompt_cache
+    made = decode_batch.make_prompt_cache
 
     def make(model: Any, policy: Any, **more: Any) -> Any:
         if policy.budget is not None and (not found or found[-1] != policy):
             found.append(policy)
         return made(model, policy, **more)
 
-    monkeypatch.setattr(distributed_caches, "make_prompt_cache", make)
+    monkeypatch.setattr(decode_batch, "make_prompt_cache", make)
     return found
 
 

@@ -22,8 +22,7 @@ from mlx_kv import CachePolicy, ScoredTokens, load, model_path
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.generation.prefill import read_chunk, reserve_for
-from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
+from mlx_kv.generation.prefill import Instructions, prefill_all, read_chunk, reserve_for
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy

@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from calibrations import random_calibration
+from engines import make_engine
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, TemperatureSampler
 from mlx_kv.communicator import LOCAL, Communicator, LocalCommunicator
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.generation.distributed_caches import make_distributed_caches
-from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.decode_batch import make_distributed_caches
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
 
@@ -67,6 +67,8 @@ def test_rows_with_samplers_of_their_own_agree_in_one_collective_a_pass(settings
 class Leads(LocalCommunicator):
     """Keeps what it sent, as the link sends it."""
 
+    distributed = True
+
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
@@ -76,7 +78,7 @@ class Leads(LocalCommunicator):
 
 
 class Follows(LocalCommunicator):
-    leads = False
+    leads, distributed = False, True
 
     def __init__(self, leader: Leads) -> None:
         self._leader = leader

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from classes import anywhere
+from engines import make_engine
 from mlx_lm.generate import generate_step
 from test_batch_generation import PROMPTS, alone, shaken
 from tiny_models import VOCAB, make_model
@@ -21,7 +22,6 @@ from tiny_models import VOCAB, make_model
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, make_prompt_cache
 from mlx_kv.cache import row_classes
 from mlx_kv.cache.segmented import SegmentedCache
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import leaves
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from engines import make_engine
 
 import mlx_kv
 from mlx_kv import CachePolicy, SamplingSettings
 from mlx_kv.generation.conversation import Conversation
 from mlx_kv.generation.encoding import ChatSettings
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import TemperatureSampler, sampler_of_sequence
 from mlx_kv.mlxlm.loading import load
 

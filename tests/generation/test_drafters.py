@@ -12,11 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from brought import bring
+from engines import make_engine
 from tiny_models import VOCAB, make_model
 
 import mlx_kv
 from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate, speculative_generate
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, ModelDrafter

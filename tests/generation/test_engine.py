@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from engines import make_engine
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache
 from tiny_models import VOCAB, make_model
@@ -21,8 +22,7 @@ from mlx_kv import (
     stream_generate,
     trim_prompt_cache,
 )
-from mlx_kv.generation.batch_engine import BatchEngine
-from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import TokenSequence
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
@@ -238,11 +238,11 @@ def test_state_that_was_taken_out_holds_no_other_row() -> None:
 
 def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.batch_engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
+        "mlx_kv.generation.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
     )
     model = make_model("llama")
     made = make_engine(model, set())
-    assert isinstance(made, BatchEngine)
+    assert isinstance(made, Engine)
     prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
     for index, prompt in enumerate(prompts):
         made.submit(TokenSequence(index, prompt, 6))
@@ -263,7 +263,7 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_prompt_of_several_passes_delays_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.batch_engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
+        "mlx_kv.generation.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
     )
     model = make_model("llama")
     made = engine(kind, model, prefill_step_size=8)

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from engines import make_engine
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_sampler
@@ -26,7 +27,6 @@ from mlx_kv import (
 )
 from mlx_kv.bundled import FOLDER
 from mlx_kv.generation.encoding import encode_prompt
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.prefill import chunk_for
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.inspection import inspect_prompt

@@ -11,10 +11,10 @@ import llguidance
 import mlx.core as mx
 import numpy as np
 import pytest
+from engines import make_engine
 from llguidance.hf import from_tokenizer
 
 from mlx_kv.generation import grammar as constraints
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.grammar import Constraint, Grammar, GrammarCompiler, GrammarError, GrammarProcessor, LeadIn
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import TokenSequence

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from engines import make_engine
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, speculative_generate, stream_generate
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings

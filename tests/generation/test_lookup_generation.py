@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from engines import make_engine
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import (
@@ -23,7 +24,6 @@ from mlx_kv import (
     save_prompt_cache,
     speculative_generate,
 )
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.prefill import prefill
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engines import make_engine
 from families import shared_family
 from family_parts import VOCAB as FAMILY_VOCAB
 from test_drafters import LENGTH, MODELS, PROMPTS, Prophet, gathered, prophet
@@ -15,7 +16,6 @@ from tiny_models import make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate
 from mlx_kv.generation import decoder
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import DraftSettings

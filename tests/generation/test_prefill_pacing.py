@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engines import make_engine
 
 from mlx_kv import CachePolicy
 from mlx_kv.generation.admission import FIRST_CHUNK, MIN_CHUNK, PrefillPace
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 
 PROMPTS = {0: [(5 * i + 3) % 90 for i in range(30)], 1: [(7 * i * i + 3 * i) % 90 for i in range(900)]}

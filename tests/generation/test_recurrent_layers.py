@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engines import make_engine
 from families import make_family, shared_family
 from family_model import distance
 from family_parts import VOCAB
@@ -19,7 +20,6 @@ import mlx_kv
 from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate, speculative_generate
 from mlx_kv.generation import decode_batch
 from mlx_kv.generation.decode_batch import DecodeBatch
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters
 from mlx_kv.mlxlm import recurrent

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from engines import make_engine
 from mlx_lm.sample_utils import make_sampler
 from tiny_models import VOCAB, make_model
 
@@ -20,7 +21,6 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler, derived_seed, gumbel_noise
 from mlx_kv.generation.sequence import TokenSequence
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engines import make_engine
 from test_batch_generation import shaken
 from tiny_models import VOCAB, make_model
 
@@ -17,7 +18,7 @@ from mlx_kv.cache import row_classes
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.admission import MIN_SHARED, Beginnings, PendingRow, prompt_text
-from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.server.memory import occupancy_of

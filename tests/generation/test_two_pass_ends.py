@@ -12,8 +12,8 @@ import pytest
 
 from mlx_kv import CachePolicy, PromptReader, make_prompt_cache
 from mlx_kv.cache.eviction.scoring import largest_shares
+from mlx_kv.generation.prefill import Instructions, TwoPassQueue, hold
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassQueue, hold
 from tests.tiny_models import VOCAB, make_model
 
 BUDGET = 16

@@ -18,9 +18,16 @@ import mlx_kv
 from mlx_kv import CachePolicy, compact, make_prompt_cache
 from mlx_kv.cache.eviction.scores import SCORE_OF_UNREAD
 from mlx_kv.communicator import LocalCommunicator
-from mlx_kv.generation.distributed_caches import make_distributed_caches
-from mlx_kv.generation.prefill import read_chunk
-from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, OVERLAP, Instructions, TwoPassPrefill, hold, prefill_all
+from mlx_kv.generation.decode_batch import make_distributed_caches
+from mlx_kv.generation.prefill import (
+    NO_INSTRUCTIONS,
+    OVERLAP,
+    Instructions,
+    TwoPassPrefill,
+    hold,
+    prefill_all,
+    read_chunk,
+)
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
@@ -362,7 +369,8 @@ def one_by_one(model: Any, caches: list[Any], token: int, count: int) -> list[in
 
 
 def test_a_sequence_that_is_cancelled_is_read_no_further() -> None:
-    from mlx_kv.generation.engine import make_engine
+    from engines import make_engine
+
     from mlx_kv.generation.sequence import TokenSequence
 
     engine = make_engine(make_model("llama"), set(), policy(), 2, 10)

@@ -6,19 +6,16 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-import mlx_kv.generation.wired_memory as wired
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from click.testing import CliRunner
+from engines import make_engine
 from mlx.utils import tree_flatten
 
+import mlx_kv.generation.engine as wired
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.main import command
-from mlx_kv.generation import batch_engine
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.loading import load
 
@@ -41,7 +38,6 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(mx, "device_info", lambda: info | {"max_recommended_working_set_size": 10**12})
     memory = wired.WiredMemory()  # other tests may have engines that are still open
     monkeypatch.setattr(wired, "wired_memory", memory)
-    monkeypatch.setattr(batch_engine, "wired_memory", memory)
     yield calls
     assert not memory._engines
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from engines import make_engine
 from families import make_family
 from family_model import CHUNKS, Family, Verdict, WrongError, distance, kinds, read, tokens
 from family_parts import VOCAB
@@ -34,7 +35,6 @@ from mlx_kv import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.attention import attention_seen
 from mlx_kv.mlxlm.traverse import attention_caches, leaves

@@ -21,7 +21,7 @@ from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import Score, ScoredTokens
 from mlx_kv.cache.layout import Budget
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
+from mlx_kv.generation.prefill import Instructions, prefill_all
 from tests.tiny_models import VOCAB, make_model
 
 LAYERS, HEADS = 3, 3

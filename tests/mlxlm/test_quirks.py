@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from engines import make_engine
 from families import shared_family
 from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
 from mlx_kv.mlxlm.loading import model_from_config

@@ -13,8 +13,7 @@ from tiny_models import make_model
 from benchmarks.eval.contexts import Context, queries_wanted
 from benchmarks.eval.results import Settings
 from mlx_kv.cache.eviction.scores import Wants, find_score, score_names
-from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.two_pass_prefill import prefill_all
+from mlx_kv.generation.prefill import prefill_all, prefill_step
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import compact
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from engines import make_engine
 from generating import BUDGET, PENALTIES, PLAIN, PROMPT, TEMPERATURE, form, joined, model_of, nearly
 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.cache.eviction.scores import SCORES
 from mlx_kv.communicator import LOCAL, Communicator
-from mlx_kv.generation.batch_engine import BatchEngine
-from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.ranks.engine import follow, lead
@@ -201,7 +201,7 @@ def astray(family: str, split: str) -> None:
             return make_engine(model, set(), PLAIN, communicator=communicator)
 
         if not group.leads:
-            BatchEngine.cancel = lambda engine, index: None  # type: ignore[method-assign]
+            Engine.cancel = lambda engine, index: None  # type: ignore[method-assign]
             follow(make, group)
         engine = lead(make, group)
         for index in (0, 1):

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from engines import make_engine
 from test_link import everywhere, linked
 from tiny_models import make_model
 
 from mlx_kv.communicator import LocalCommunicator
-from mlx_kv.generation.engine import make_engine
 from mlx_kv.ranks import engine as rank_engine
 from mlx_kv.ranks.communicator import RankCommunicator
 from mlx_kv.ranks.engine import follow

@@ -12,8 +12,8 @@ import pytest
 from serving import LONG, check_error, running
 
 from mlx_kv import CachePolicy
+from mlx_kv.generation.prefill import TwoPassPrefill
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.generation.two_pass_prefill import TwoPassPrefill
 from mlx_kv.planning import Layer, RowMemory
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.api import Limits
