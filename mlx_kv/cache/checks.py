@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
+from msgspec import Meta
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.codecs import Codecs, are_plain
 from mlx_kv.settings import MOST_TOKENS, SettingError, shown, whole_number
+
+Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]  # of tokens: msgspec checks it in files
 
 
 def check_type(name: str, value: object, kinds: Any, fix: str) -> None:

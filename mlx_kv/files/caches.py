@@ -28,21 +28,24 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models import cache as stock
 from msgspec import UNSET, Meta, UnsetType
-from msgspec.structs import asdict, astuple
+from msgspec.structs import astuple
 
+from mlx_kv.cache.checks import Count
 from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of, packings_of
 from mlx_kv.cache.eviction.allocation import BY_HEAD, Allocation, Scope, checked_allocation, uneven_heads
 from mlx_kv.cache.eviction.evictor import EvictorState
 from mlx_kv.cache.eviction.scores import Wants, find_score
+from mlx_kv.cache.eviction.scoring import ObservedState
 from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget, Layout, Ring, Row, make_layout
 from mlx_kv.cache.residual import ROOM, Residual
-from mlx_kv.cache.state import DTYPES, CacheState, Tensors, in_state, tensor_of_planes
+from mlx_kv.cache.state import DTYPES, CacheState, Tensors, in_state, named_state, tensor_of_planes
 from mlx_kv.files import tensor_files
-from mlx_kv.files.tensor_files import INVALID, Array, Count, Listed, Part, check_shape, decode, in_one_line, take
+from mlx_kv.files.tensor_files import INVALID, Array, Listed, Part, check_shape, decode, in_one_line, take
 from mlx_kv.settings import MOST_TOKENS
 
+WorkRow = tuple[Count, Count, Annotated[float, Meta(ge=0)]]
 Signed = Annotated[int, Meta(ge=-MOST_TOKENS, le=MOST_TOKENS)]
 GROWTH_RULES: dict[str, type[Tapered | Geometric | FixedStep]] = {
     "tapered": Tapered,
@@ -83,120 +86,84 @@ class Description(Part):
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
 
-class Observed(Listed):
-    """Attention that an evictor has observed; see `ObservedState`."""
-
-    rows: list[tuple[Count, Count, Count, Count]]
-    scale: float
-    sinks: Array | None
-    queries: Array | None
-    sums: Any = None  # these five: of scores that were removed in 0.4
-    received: Any = None
-    counts: Any = None
-    mean: Any = None
-    spread: Any = None
-
-    def check(self, wants: Wants | None, rows: Sequence[Row], heads: int) -> None:
-        """Raises ValueError unless it can have been observed in these rows, for a score with these wants."""
-        if wants is None or not wants.observes or self.scale == 0 or len(self.rows) != len(rows):
-            raise ValueError("observed attention of other rows, or that its score does not use")
-        for row, (since, end, held, _) in zip(rows, self.rows, strict=True):
-            if not (held <= end - since and end <= max(0, row.offset)):
-                raise ValueError("observed queries of other tokens")
-        sizes = {"B": len(rows), "H": heads}
-        check_shape(self.queries, "B Hq n D", sizes)
-        check_shape(self.sinks, "Hq", sizes)
-        held = max(held for _, _, held, _ in self.rows)
-        if (self.queries is None) != (held == 0) or sizes.get("n", 0) < held or sizes.get("Hq", 0) % heads:
-            raise ValueError("observed queries of other heads or tokens")
+def _check_observed(state: ObservedState, wants: Wants | None, rows: Sequence[Row], heads: int) -> None:
+    """Raises ValueError unless attention can have been observed in these rows, for a score with these wants."""
+    if wants is None or not wants.observes or state.scale == 0 or len(state.rows) != len(rows):
+        raise ValueError("observed attention of other rows, or that its score does not use")
+    for row, (since, end, held, _) in zip(rows, state.rows, strict=True):
+        if not (held <= end - since and end <= max(0, row.offset)):
+            raise ValueError("observed queries of other tokens")
+    sizes = {"B": len(rows), "H": heads}
+    check_shape(state.queries, "B Hq n D", sizes)
+    check_shape(state.sinks, "Hq", sizes)
+    held = max(held for _, _, held, _ in state.rows)
+    if (state.queries is None) != (held == 0) or sizes.get("n", 0) < held or sizes.get("Hq", 0) % heads:
+        raise ValueError("observed queries of other heads or tokens")
 
 
-WorkRow = tuple[Count, Count, Annotated[float, Meta(ge=0)]]
+def check_eviction(state: EvictorState, layout: Budget, rows: Sequence[Row], heads: int | None) -> None:
+    """Raises ValueError unless an evictor of these rows can have this state.
+
+    Args:
+        heads: H; None before the first update.
+    """
+    score, table = find_score(state.score), checked_allocation(state.share, state.layers)
+    by_row = isinstance(state.work[0], list)  # 0.1.0: one row, for all rows together
+    msgspec.convert(state.work, list[WorkRow] if by_row else WorkRow)
+    if by_row and len(state.work) != len(state.groups):
+        raise ValueError("the work of other rows")
+    if len(state.groups) not in (1, len(rows)):
+        raise ValueError("layer groups of other rows")
+    if not isinstance(table, str) and ([*map(list, table)] != state.layers or state.layer >= len(table)):
+        raise ValueError("a table of budgets whose mean is not 1, or of fewer layers")
+    cuts = [layout.cut_of(row) for row in rows if row.evicted > 0]
+    if cuts and (state.positions is None or (score.per_token and state.scores is None)):
+        raise ValueError("evicted tokens without the positions or the scores of the others")
+    if heads is None:
+        if any(x is not None for x in (state.positions, state.scores, state.dead, state.observed, state.reread)):
+            raise ValueError("the state of an evictor of tokens, but no tokens")
+        return
+    # Rows that have evicted nothing have no positions, and their cut may be after those of others.
+    for array, dtype in ((state.positions, mx.int32), (state.scores, mx.float32)):
+        sizes = {"B": len(rows), "H": heads if state.share in BY_HEAD else 1}
+        check_shape(array, "B H n", sizes, dtype)
+        if sizes.get("n", MOST_TOKENS) < max(cuts, default=0):
+            raise ValueError("positions or scores of other tokens")
+    if state.positions is not None:
+        first, last = mx.min(state.positions).item(), mx.max(state.positions).item()
+        if not 0 <= first <= last <= max(row.offset for row in rows):  # type: ignore[operator]
+            raise ValueError("positions that the rows do not have")
+    _check_dead(state.dead, state.share, table, layout, rows, heads)
+    if state.observed is not None:
+        _check_observed(state.observed, score.wants, rows, heads)
+    if state.reread is not None and len(state.reread) != len(rows):
+        raise ValueError("a second reading of other rows")
+    for row, own in zip(rows, state.reread or (), strict=False):
+        sizes = {"H": heads}
+        check_shape(own and own[1], "H n", sizes, mx.float32)
+        if own and not 0 < sizes["n"] <= row.offset - own[0]:
+            raise ValueError("a second reading of tokens that its row does not have")
 
 
-class Eviction(Listed):
-    """The state of an evictor; see `EvictorState`."""
-
-    score: str
-    share: Scope
-    layer: Count
-    groups: list[str]
-    positions: Array | None
-    scores: Array | None
-    work: Annotated[list[WorkRow | int | float], Meta(min_length=1)]  # 0.1.0: one row, for all rows together
-    dead: Array | None = None
-    layers: str | list[list[float]] = "uniform"
-    observed: Observed | None = None
-    reread: list[tuple[Count, Array] | None] | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.work[0], tuple):
-            msgspec.convert(self.work, WorkRow)
-        elif len(self.work) != len(self.groups) or not all(isinstance(row, tuple) for row in self.work):
-            raise ValueError("the work of other rows")
-
-    @property
-    def state(self) -> EvictorState:
-        """As the cache takes it."""
-        observed = None if self.observed is None else astuple(self.observed)[:4]
-        return EvictorState(**asdict(self) | {"observed": observed})
-
-    def check(self, layout: Budget, rows: Sequence[Row], heads: int | None) -> None:
-        """Raises ValueError unless an evictor of these rows can have this state.
-
-        Args:
-            heads: H; None before the first update.
-        """
-        score, table = find_score(self.score), checked_allocation(self.share, self.layers)
-        if len(self.groups) not in (1, len(rows)):
-            raise ValueError("layer groups of other rows")
-        if not isinstance(table, str) and ([*map(list, table)] != self.layers or self.layer >= len(table)):
-            raise ValueError("a table of budgets whose mean is not 1, or of fewer layers")
-        cuts = [layout.cut_of(row) for row in rows if row.evicted > 0]
-        if cuts and (self.positions is None or (score.per_token and self.scores is None)):
-            raise ValueError("evicted tokens without the positions or the scores of the others")
-        if heads is None:
-            if any(x is not None for x in (self.positions, self.scores, self.dead, self.observed, self.reread)):
-                raise ValueError("the state of an evictor of tokens, but no tokens")
-            return
-        # Rows that have evicted nothing have no positions, and their cut may be after those of others.
-        for array, dtype in ((self.positions, mx.int32), (self.scores, mx.float32)):
-            sizes = {"B": len(rows), "H": heads if self.share in BY_HEAD else 1}
-            check_shape(array, "B H n", sizes, dtype)
-            if sizes.get("n", MOST_TOKENS) < max(cuts, default=0):
-                raise ValueError("positions or scores of other tokens")
-        if self.positions is not None:
-            first, last = mx.min(self.positions).item(), mx.max(self.positions).item()
-            if not 0 <= first <= last <= max(row.offset for row in rows):  # type: ignore[operator]
-                raise ValueError("positions that the rows do not have")
-        self._check_dead(layout, rows, heads, table)
-        if self.observed is not None:
-            self.observed.check(score.wants, rows, heads)
-        if self.reread is not None and len(self.reread) != len(rows):
-            raise ValueError("a second reading of other rows")
-        for row, own in zip(rows, self.reread or (), strict=False):
-            sizes = {"H": heads}
-            check_shape(own and own[1], "H n", sizes, mx.float32)
-            if own and not 0 < sizes["n"] <= row.offset - own[0]:
-                raise ValueError("a second reading of tokens that its row does not have")
-
-    def _check_dead(self, layout: Budget, rows: Sequence[Row], heads: int, allocation: Allocation) -> None:
-        """How many slots before the cut hold no token of a head."""
-        uneven = uneven_heads(self.share, allocation)
-        exact = allocation == "uniform"  # the heads of each layer hold its budget on average
-        if self.dead is None:
-            lost = any(row.extra_slots if exact else row.evicted > 0 for row in rows)
-            if lost and (exact or uneven):
-                raise ValueError("heads of different lengths without their lengths")
-            return
-        check_shape(self.dead, "B H", {"B": len(rows), "H": heads}, mx.int32)
-        if not uneven:
-            raise ValueError("lengths of heads that all have one length")
-        gaps: list[list[int]] = self.dead.tolist()  # type: ignore[assignment]
-        for row, own in zip(rows, gaps, strict=True):
-            fits = 0 == min(own) <= max(own) <= layout.cut_of(row) - layout.sinks
-            if row.evicted > 0 and not (fits and (not exact or sum(own) == heads * row.extra_slots)):
-                raise ValueError("heads that do not hold their share of a budget")
+def _check_dead(
+    dead: mx.array | None, scope: Scope, allocation: Allocation, layout: Budget, rows: Sequence[Row], heads: int
+) -> None:
+    """How many slots before the cut hold no token of a head."""
+    uneven = uneven_heads(scope, allocation)
+    exact = allocation == "uniform"  # the heads of each layer hold its budget on average
+    if dead is None:
+        lost = any(row.extra_slots if exact else row.evicted > 0 for row in rows)
+        if lost and (exact or uneven):
+            raise ValueError("heads of different lengths without their lengths")
+        return
+    check_shape(dead, "B H", {"B": len(rows), "H": heads}, mx.int32)
+    if not uneven:
+        raise ValueError("lengths of heads that all have one length")
+    gaps: list[list[int]] = dead.tolist()  # type: ignore[assignment]
+    for row, own in zip(rows, gaps, strict=True):
+        fits = 0 == min(own) <= max(own) <= layout.cut_of(row) - layout.sinks
+        if row.evicted > 0 and not (fits and (not exact or sum(own) == heads * row.extra_slots)):
+            raise ValueError("heads that do not hold their share of a budget")
 
 
 # --- keys and values --------------------------------------------------------------------------------------------------
@@ -318,7 +285,7 @@ class OwnState(Listed):
     quantized_start: Count
     packed_decode: bool
     packed: bool
-    eviction: Eviction | None
+    eviction: EvictorState | None
 
 
 class OwnCache(Part, tag_field="kind", tag="mlx-kv"):
@@ -648,6 +615,9 @@ def _restore(tree: Any, name: str, arrays: dict[str, mx.array], memory: MemoryLi
 
 
 def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: MemoryLimit) -> KVCache:
+    eviction = tree["state"][-1]
+    if eviction and eviction[9:] and eviction[9] and len(eviction[9]) == 9:
+        eviction[9] = eviction[9][:4]  # up to 0.3, with five fields of scores that were removed
     given = decode(tree, OwnCache, arrays)
     state, live = given.state, given.live
     layout = make_layout(*state.layout)  # type: ignore[arg-type]
@@ -683,30 +653,15 @@ def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: Memo
     if isinstance(layout, Budget) == (state.eviction is None):
         raise ValueError("an evictor without a budget, or the other way round")
     if isinstance(layout, Budget) and state.eviction is not None:
-        state.eviction.check(layout, rows, heads)
+        check_eviction(state.eviction, layout, rows, heads)
     residual = None
     if given.residual:
         residual = _restore_residual(given.residual, f"{name}.residual", arrays, rows, heads, tensors)
         memory.take(sum(x.nbytes for x in residual[-1]))
-    cache = KVCache.from_state(
-        CacheState(
-            [_plane(lines, capacity) for lines in keys] or None,
-            [_plane(lines, capacity) for lines in values] or None,
-            list(rows),
-            state.ranges,
-            state.layout,
-            in_state(codecs),
-            tensors,
-            encoded,
-            state.quantized_start,
-            state.packed_decode,
-            state.packed,
-            None if state.eviction is None else state.eviction.state,
-            residual,
-        ),
-        growth=growth,
-        reserved=given.reserve,
-    )
+    planes = ([_plane(lines, capacity) for lines in stored] or None for stored in (keys, values))
+    restored = named_state((*planes, *astuple(state)))
+    restored = restored._replace(codecs=in_state(codecs), tensors=tensors, encoded=encoded, residual=residual)
+    cache = KVCache.from_state(restored, growth=growth, reserved=given.reserve)
     cache.announced = announced
     cache.lengths = None if given.lengths is None else tuple(given.lengths)
     return cache

@@ -26,15 +26,14 @@ import mlx.core as mx
 import msgspec
 from msgspec import Meta, Struct
 
+from mlx_kv.cache.checks import Count
 from mlx_kv.files.atomic_write import atomic_write, regular_file
-from mlx_kv.settings import MOST_TOKENS
 
 T = TypeVar("T")
 MAX_NESTED = 128  # arrays and objects within each other; Python's own bound depends on the depth of all calls
 # Raised where a made-up description reaches code that expects other types: codecs, growth rules, layouts.
 INVALID = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 Array = mx.array
-Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 DTYPES = {

@@ -20,16 +20,18 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
+from msgspec import Meta
 
 from mlx_kv.cache.buffers import Buffers, move_slots
-from mlx_kv.cache.eviction.allocation import Allocation, Scope, head_budgets, layer_counts, table_of, uneven_heads
+from mlx_kv.cache.checks import Count
+from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of, uneven_heads
 from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
 from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
-from mlx_kv.cache.eviction.scoring import Observation, Scoring, SecondPass, SecondPassShares
+from mlx_kv.cache.eviction.scoring import Observation, ObservedState, Scoring, SecondPass, SecondPassShares
 from mlx_kv.cache.layout import Budget, Row
 from mlx_kv.cache.plan import Plan
 from mlx_kv.cache.protocol import Call
@@ -108,9 +110,9 @@ class Evictor:
             rows.kept.scores,
             list(rows.work),
             rows.kept.dead,
-            allocation if isinstance(allocation, str) else [list(row) for row in allocation],  # type: ignore[arg-type]
+            allocation if isinstance(allocation, str) else [list(row) for row in allocation],
             None if self.observation is None else self.observation.state(),
-            [None if shares is None else list(shares) for shares in rows.reread] if rows.reread else None,
+            list(rows.reread) if rows.reread else None,
         )
 
     @classmethod
@@ -125,7 +127,7 @@ class Evictor:
             ValueError: the score is not registered in this process.
         """
         saved = EvictorState(*state)
-        allocation = saved.layers if isinstance(saved.layers, str) else head_budgets(saved.layers)
+        allocation = checked_allocation(saved.share, saved.layers)
         made = cls(layout, score or saved.score, saved.share, None, saved.layer, allocation)
         made.metadata = RowMetadata(
             tuple([LayerGroup.of_copy(name, saved.layer, made) for name in saved.groups]),
@@ -427,7 +429,7 @@ class Work(NamedTuple):
 
 
 class EvictorState(NamedTuple):
-    """What a loaded evictor needs besides its layout. Files hold it as a list of the same order.
+    """What a loaded evictor needs besides its layout. Files hold it as a list of the same order, checked by msgspec.
 
     Attributes:
         score: its name.
@@ -444,15 +446,15 @@ class EvictorState(NamedTuple):
 
     score: str
     share: Scope
-    layer: int
+    layer: Count
     groups: list[str]
     positions: mx.array | None
     scores: mx.array | None
-    work: list[Any]
+    work: Annotated[list[Any], Meta(min_length=1)]
     dead: mx.array | None = None
-    layers: Allocation = "uniform"
-    observed: Sequence[Any] | None = None
-    reread: list[Any] | None = None
+    layers: str | list[list[float]] = "uniform"
+    observed: ObservedState | None = None
+    reread: list[SecondPassShares | None] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):

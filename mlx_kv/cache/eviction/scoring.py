@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.checks import Count
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
@@ -423,7 +424,7 @@ class Observation:
         """The state to resume from; None where no query is held."""
         if (joined := self.recent.join()) is None:
             return None
-        rows = [[end - count, end, count, 0] for end, count in zip(self.ends, joined.counts, strict=True)]
+        rows = [(end - count, end, count, 0) for end, count in zip(self.ends, joined.counts, strict=True)]
         return ObservedState(rows, self.scale, self.sinks, joined.queries)
 
     def resume(self, state: Sequence[Any] | None, rows: int) -> None:
@@ -583,7 +584,7 @@ class ObservedState(NamedTuple):
         queries: (B, Hq, m, D), the last of each row, which end in the same column, or None.
     """
 
-    rows: list[list[int]]
+    rows: list[tuple[Count, Count, Count, Count]]
     scale: float
     sinks: mx.array | None
     queries: mx.array | None
@@ -616,7 +617,7 @@ class SecondPassShares(NamedTuple):
         received: (H, m) of float32, the shares of this token and those that follow.
     """
 
-    first: int
+    first: Count
     received: mx.array
 
     @property
