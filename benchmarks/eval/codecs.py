@@ -54,7 +54,7 @@ import numpy as np
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.codecs import Affine, CentredByLayer
 from mlx_kv.calibration.loss import centred, losses, mean_and_error, read
-from mlx_kv.calibration.questions import Room, Talk
+from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.planning import Planner
@@ -247,7 +247,7 @@ class Measuring:
         """What is read and asked, and which answers count."""
         talk, room = Talk(self.tokenizer), Room(self.context, keep_recent=64)
         cases = (case_of("needle", talk, python_texts(), room, 0, row) for row in range(self.needles))
-        trials = [trial_of(case, seen=False) for case in cases]
+        trials = [trial_of(talk, case, seen=False) for case in cases]
         return [(trial, ~right_without_context(self.model, trial)) for trial in trials]
 
     def right(self, configuration: Configuration) -> int:

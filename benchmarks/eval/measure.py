@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.calibration.loss import check_length, log_likelihoods, read, read_losses
-from mlx_kv.calibration.questions import Room, Talk
+from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, prefill_step
 from mlx_kv.inspection import check_attention
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -103,7 +103,8 @@ def chat_trials(task: str, material: Material, seed: int) -> Trials:
 
     def trials(seen: bool) -> Iterator[Trial]:
         for row in range(settings.rows):
-            yield trial_of(case_of(task, material.talk, python_texts(), room, seed, row), seen)
+            case = case_of(task, material.talk, python_texts(), room, seed, row)
+            yield trial_of(material.talk, case, seen)
 
     return {task + ", question seen" * seen: trials(seen) for seen in settings.seen}
 

@@ -52,7 +52,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.calibration.loss import log_likelihoods, read
-from mlx_kv.calibration.questions import Ask, Room, Talk, Tokens
+from mlx_kv.calibration.texts import Ask, Room, Talk, Tokens
 from mlx_kv.cli.output import aligned, check_plot, duration, save_figure
 from mlx_kv.inspection import attention_weights
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
@@ -323,8 +323,8 @@ def task_case(
     """The right answers of a case under each reading."""
     talk.turns.clear()
     case = case_of(place.task, talk, python_texts(), Room(place.context, 64), place.seed, place.row)
-    marks = np.repeat(*map(np.array, zip(*talk.turns, strict=True)))[: len(case.apart.tokens)]  # the first are apart
-    trial = trial_of(case, seen=False)
+    marks = np.repeat(*map(np.array, zip(*talk.turns, strict=True)))
+    trial = trial_of(talk, case, seen=False)
     counts = ~right_without_context(model, trial)
     caches = filled(model, trial.context[0].tolist())
     for reading in readings:

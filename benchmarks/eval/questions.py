@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_kv.calibration.questions import (
+from mlx_kv.calibration.texts import (
     CITIES,
     FACTS,
     MODULES,
@@ -28,6 +28,7 @@ from mlx_kv.calibration.questions import (
     Room,
     Talk,
     Tokens,
+    Turns,
     facts_about,
     in_prose,
     make_case,
@@ -39,20 +40,28 @@ from mlx_kv.calibration.questions import (
 from .tasks import Trial
 
 
-def trial_of(case: Case, seen: bool) -> Trial:
+def replies_after_all(talk: Talk, asks: Sequence[Ask]) -> tuple[Tokens, Turns]:
+    """All questions in one message, and then all replies."""
+    turns = Turns([], [])
+    for index, ask in enumerate(asks):
+        reply, numbers = talk.reply(ask, max(turns.answers, default=0), "\n" if index else "")
+        turns = Turns(turns.tokens + reply, turns.answers + numbers)
+    return talk.question("\n".join(ask.question for ask in asks), first=True), turns
+
+
+def trial_of(talk: Talk, case: Case, seen: bool) -> Trial:
     """A case as one row.
 
     Args:
         seen: whether all questions are part of the context and only the replies follow; else questions follow one by
             one, each with its reply.
     """
-    turns = case.together if seen else case.apart
-    asked = turns.tokens[: turns.asked] if seen else []
+    questions, turns = replies_after_all(talk, case.asks) if seen else ([], case.turns)
     return Trial(
-        context=np.array([case.context + asked]),
-        questions=np.array([turns.tokens[len(asked) :]]),
-        answers=np.array([turns.answers[len(asked) :]]),
-        alone=np.array([case.alone + asked]),
+        context=np.array([case.context + questions]),
+        questions=np.array([turns.tokens]),
+        answers=np.array([turns.answers]),
+        alone=np.array([case.instruction + questions]),
     )
 
 

@@ -35,7 +35,7 @@ from typing import Any
 from mlx_kv.cache.eviction.scores import score_names
 
 # isort: split
-from mlx_kv.calibration.questions import Room, Talk
+from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.cli.output import duration
 from mlx_kv.files.calibration_file import load_calibration
 from mlx_kv.generation.prefill import Instructions
@@ -96,7 +96,7 @@ class Measuring:
     def ask(self, place: Place, missing: Sequence[Kept]) -> Iterator[Cell]:
         common: dict[str, Any] = {"context": place.context, "keep_recent": self.keep_recent}
         case = case_of(place.task, self.talk, python_texts(), Room(**common), place.seed, place.row)
-        trial = trial_of(case, place.seen)
+        trial = trial_of(self.talk, case, place.seen)
         common |= {"budgets": (), "calibration": self.calibration, "rolling": place.rolling}
         alike: dict[tuple[str | None, str | None], list[Kept]] = {}
         for kept in missing:

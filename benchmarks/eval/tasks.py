@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_kv.calibration.questions import Tokens
+from mlx_kv.calibration.texts import Tokens
 from mlx_kv.settings import SettingError
 
 # --- the words of the recall model ------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from mlx_kv import __version__
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.codecs import Centre
 from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration
+from mlx_kv.calibration.fit import Work
 from mlx_kv.calibration.loss import CANDIDATES, measure_bits, measure_centres
 from mlx_kv.calibration.texts import MIN_TOKENS, default_texts, single_text
-from mlx_kv.calibration.work import Work
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import Instructions

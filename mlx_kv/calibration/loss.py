@@ -18,7 +18,7 @@ import numpy as np
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.cache.codecs import Affine, Centre, CentredByLayer, Codec
 from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration
-from mlx_kv.calibration.questions import FACTS, Case, Room, Talk, people, python_prose
+from mlx_kv.calibration.texts import FACTS, Case, Room, Talk, people, python_prose
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
@@ -255,7 +255,7 @@ def measure_answers(
     right, questions = np.zeros(len(policies), np.int64), 0
     for row in range(CASES):
         case = people(np.random.default_rng(row), talk, python_prose(), Room(context, KEEP_RECENT), len(FACTS))
-        questions += max(case.apart.answers)
+        questions += max(case.turns.answers)
         right += [count_right(model, case, caches) for caches in compressed(model, case.context, policies)]
         progress()
     full, *others = (right / questions).tolist()
@@ -293,7 +293,7 @@ def compressed(model: nn.Module, tokens: Sequence[int], policies: Sequence[Cache
 
 def count_right(model: nn.Module, case: Case, caches: Sequence[Any]) -> int:
     """How many answers of a case the model predicts, each token of them."""
-    logits = model(mx.array([case.apart.tokens]), cache=caches)[0, :-1]  # (S - 1, V)
-    right = np.array(mx.argmax(logits, axis=-1)) == np.array(case.apart.tokens[1:])
-    numbers = np.array(case.apart.answers[1:])
+    logits = model(mx.array([case.turns.tokens]), cache=caches)[0, :-1]  # (S - 1, V)
+    right = np.array(mx.argmax(logits, axis=-1)) == np.array(case.turns.tokens[1:])
+    numbers = np.array(case.turns.answers[1:])
     return sum(bool(right[numbers == n].all()) for n in range(1, numbers.max() + 1))

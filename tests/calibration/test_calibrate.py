@@ -14,10 +14,8 @@ from families import make_family
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, Calibration, calibrate, make_prompt_cache
-from mlx_kv.calibration.fit import head_parts
-from mlx_kv.calibration.measure import read_twice
-from mlx_kv.calibration.questions import MODULES
-from mlx_kv.calibration.texts import default_texts, single_text, texts_in
+from mlx_kv.calibration.fit import head_parts, read_twice
+from mlx_kv.calibration.texts import MODULES, default_texts, single_text, texts_in
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, prefill_all
 from mlx_kv.mlxlm.traverse import attention_caches
 
@@ -93,13 +91,13 @@ def test_what_was_interrupted_continues_bit_for_bit(
     foreign = folder / "notes.txt"
     foreign.write_text("mine")
     read: list[int] = []
-    from mlx_kv.calibration import work
+    from mlx_kv.calibration import fit
 
     def counted(model: nn.Module, text: list[int], instructions: Instructions) -> Any:
         read.append(len(text))
         return read_twice(model, text, instructions)
 
-    monkeypatch.setattr(work, "read_twice", counted)
+    monkeypatch.setattr(fit, "read_twice", counted)
     again = calibrate(tiny, None, texts, resume=folder)
     assert again == whole
     assert again.details == whole.details

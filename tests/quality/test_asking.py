@@ -15,16 +15,18 @@ from tiny_models import make_model
 from benchmarks.eval import measure as evaluation
 from benchmarks.eval.contexts import Context
 from benchmarks.eval.measure import answers_of, evaluate, fill, right_answers, right_without_context, tokens_read
-from benchmarks.eval.questions import QUESTIONS, case_of, python_texts, trial_of
+from benchmarks.eval.questions import QUESTIONS, case_of, python_texts, replies_after_all, trial_of
 from benchmarks.eval.results import Settings
 from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.calibration import loss
-from mlx_kv.calibration.questions import Room, Talk
+from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.mlxlm.traverse import compact
 
 SETTINGS = Settings(budgets=(60,), scores=("key_norm",), rows=1, context=600, seeds=1, seen=(False, True))
-CASE = case_of("needles", Talk(Characters("there is one")), python_texts(), Room(600, 16), 0, 0)
-UNSEEN, SEEN = trial_of(CASE, seen=False), trial_of(CASE, seen=True)
+TALK = Talk(Characters("there is one"))
+CASE = case_of("needles", TALK, python_texts(), Room(600, 16), 0, 0)
+UNSEEN, SEEN = trial_of(TALK, CASE, seen=False), trial_of(TALK, CASE, seen=True)
+QUESTIONS_SEEN, REPLIES = replies_after_all(TALK, CASE.asks)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +37,14 @@ def model() -> nn.Module:
 def test_questions_that_are_seen_come_before_the_answers_that_are_not() -> None:
     after, before = UNSEEN, SEEN
     assert after.context.tolist() == [CASE.context]
-    assert after.questions.tolist() == [CASE.apart.tokens]
+    assert after.questions.tolist() == [CASE.turns.tokens]
     assert after.alone is not None
-    assert after.alone.tolist() == [CASE.alone]
-    assert np.hstack([before.context, before.questions]).tolist() == [CASE.context + CASE.together.tokens]
+    assert after.alone.tolist() == [CASE.instruction]
+    assert np.hstack([before.context, before.questions]).tolist() == [CASE.context + QUESTIONS_SEEN + REPLIES.tokens]
     assert before.questions.shape == before.answers.shape
-    assert before.context.shape == (1, 600 + CASE.together.asked)
+    assert before.context.shape == (1, 600 + len(QUESTIONS_SEEN))
     assert before.alone is not None
-    assert before.alone.tolist() == [CASE.alone + CASE.together.tokens[: CASE.together.asked]]
+    assert before.alone.tolist() == [CASE.instruction + QUESTIONS_SEEN]
     assert after.answers.max() == before.answers.max() == 4
     assert before.answers[0, 0] == 0
 
@@ -56,7 +58,7 @@ def test_every_answer_of_made_up_words_counts(model: Any) -> None:
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_budget_of_everything_answers_as_the_full_cache_by_every_score(model: Any, seen: bool) -> None:
     wide = replace(SETTINGS, budgets=(1000,), scores=tuple(score_names()))
-    full, *others = answers_of(model, trial_of(CASE, seen), wide.policies(), wide)
+    full, *others = answers_of(model, trial_of(TALK, CASE, seen), wide.policies(), wide)
     assert len(others) == len(score_names())
     assert full.counts.any()
     for each in others:
@@ -76,7 +78,7 @@ def test_what_is_compressed_holds_the_question_only_where_it_is_seen(model: Any,
     list(answers_of(model, UNSEEN, SETTINGS.policies()[1:], SETTINGS))
     assert held == [{600}]
     list(answers_of(model, SEEN, SETTINGS.policies()[1:], SETTINGS))
-    assert held[1:] == [{600 + CASE.together.asked}]
+    assert held[1:] == [{600 + len(QUESTIONS_SEEN)}]
 
 
 def test_a_rolling_budget_compacts_while_it_reads(model: Any) -> None:
@@ -94,7 +96,7 @@ def test_answers_that_are_right_without_the_context_do_not_count(model: Any, mon
     assert each.counts.tolist() == [[False, True, False, True]]
     monkeypatch.undo()
     alone = right_without_context(model, UNSEEN)
-    logits = model(mx.array([CASE.alone + CASE.apart.tokens]))[:, len(CASE.alone) :]
+    logits = model(mx.array([CASE.instruction + CASE.turns.tokens]))[:, len(CASE.instruction) :]
     by_hand = right_answers(lambda tokens, cache: logits, UNSEEN, [])  # type: ignore[arg-type,return-value]
     assert alone.tolist() == by_hand.tolist()
 

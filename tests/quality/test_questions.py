@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from characters import Characters
 
-from benchmarks.eval.questions import QUESTIONS, Function, Texts, case_of, functions_of, python_texts
-from mlx_kv.calibration.questions import Ask, Room, Talk, make_case, paragraphs, scatter
+from benchmarks.eval.questions import QUESTIONS, Function, Texts, case_of, functions_of, python_texts, replies_after_all
+from mlx_kv.calibration.texts import Ask, Room, Talk, make_case, paragraphs, scatter
 
 ROOM = Room(context=1500, keep_recent=64)
 FACTS = ("needle", "needles", "many_needles", "tracking", "chat")
@@ -40,12 +40,15 @@ def test_a_case_has_its_length_and_the_same_one_comes_again(task: str, template:
     assert len(case.context) == ROOM.context
     assert case == case_of(task, talk, SOME, ROOM, 3, 1)
     assert case.context != case_of(task, talk, SOME, ROOM, 3, 2).context
-    for turns in (case.apart, case.together):
+    _, replies = replies_after_all(talk, case.asks)
+    for turns in (case.turns, replies):
         assert len(turns.tokens) == len(turns.answers)
-        assert turns.answers[0] == turns.answers[turns.asked] == 0  # what predicts the first answer is given
+        assert turns.answers[0] == 0  # what predicts the first answer is given
         assert sorted(set(turns.answers)) == list(range(max(turns.answers) + 1))
-    assert max(case.apart.answers) == max(case.together.answers)
-    assert case.context[: len(case.alone)] == case.alone
+    first = len(talk.question(case.asks[0].question, first=True))
+    assert case.turns.answers[: first + 1] == [0] * (first + 1)
+    assert max(case.turns.answers) == max(replies.answers)
+    assert case.context[: len(case.instruction)] == case.instruction
 
 
 @pytest.mark.parametrize("task", FACTS)
@@ -53,8 +56,8 @@ def test_what_must_be_found_stands_in_the_context_and_never_in_what_is_always_ke
     for seed in range(20):
         talk = Talk(Characters("there is one"))
         case = case_of(task, talk, SOME, ROOM, seed, 0)
-        text = talk.decode(case.context[len(case.alone) : -ROOM.keep_recent])
-        for turns in (case.apart, case.together):
+        text = talk.decode(case.context[len(case.instruction) : -ROOM.keep_recent])
+        for turns in (case.turns, replies_after_all(talk, case.asks)[1]):
             numbered = list(zip(turns.tokens, turns.answers, strict=True))
             for number in range(1, max(turns.answers) + 1):
                 for word in talk.decode([t for t, n in numbered if n == number]).split():
@@ -65,10 +68,10 @@ def test_what_must_be_found_stands_in_the_context_and_never_in_what_is_always_ke
 def test_real_texts_are_asked_for_word_by_word(task: str) -> None:
     talk = Talk(Characters("there is one"))
     case = case_of(task, talk, SOME, ROOM, 0, 0)
-    text = talk.decode(case.context[len(case.alone) : -ROOM.keep_recent])
-    turns = case.together
+    text = talk.decode(case.context[len(case.instruction) : -ROOM.keep_recent])
+    _, turns = replies_after_all(talk, case.asks)
     between = "\n```python\n" if task == "code" else "\nParagraph"
-    replies = talk.decode(turns.tokens[turns.asked :]).split(between)
+    replies = talk.decode(turns.tokens).split(between)
     assert len(replies) == 4
     for reply in replies:
         assert reply.removeprefix("```python\n") in text
@@ -79,8 +82,8 @@ def test_real_texts_are_asked_for_word_by_word(task: str) -> None:
 
 def test_a_function_that_is_changed_has_its_new_name_and_its_own_body() -> None:
     talk = Talk(Characters())
-    turns = case_of("editing", talk, SOME, ROOM, 0, 0).together
-    asked, reply = talk.decode(turns.tokens[: turns.asked]), talk.decode(turns.tokens[turns.asked :])
+    questions, replies = replies_after_all(talk, case_of("editing", talk, SOME, ROOM, 0, 0).asks)
+    asked, reply = talk.decode(questions), talk.decode(replies.tokens)
     written = re.findall(r"def (\w+)\(", reply)
     assert len(written) == 4
     for name in written:
@@ -94,19 +97,20 @@ def test_a_chat_says_turns_as_its_template_does() -> None:
     asks = [Ask("Who?", ("It is", " me")), Ask("When?", ("At", " one", " or", " two"))]
     case = make_case(talk, "Read. ", talk.encode("Text."), asks)
     begun = "[be kind][user]Read. Text.\n\nWho?"
-    assert talk.decode([*case.context, *case.apart.tokens]) == (
+    assert talk.decode([*case.context, *case.turns.tokens]) == (
         f"{begun}[end][assistant]It is me[end][user]When?[end][assistant]At one or two"
     )
-    assert talk.decode([*case.context, *case.together.tokens]) == (
+    questions, replies = replies_after_all(talk, asks)
+    assert talk.decode([*case.context, *questions, *replies.tokens]) == (
         f"{begun}\nWhen?[end][assistant]It is me\nAt one or two"
     )
-    for turns in (case.apart, case.together):
+    for turns in (case.turns, replies):
         numbered = list(zip(turns.tokens, turns.answers, strict=True))
         assert [talk.decode([t for t, n in numbered if n == i]) for i in (1, 2)] == [" me", " one two"]
-    assert talk.decode(case.together.tokens[: case.together.asked]) == "\n\nWho?\nWhen?[end][assistant]"
+    assert talk.decode(questions) == "\n\nWho?\nWhen?[end][assistant]"
     plain = Talk(Characters())
     case = make_case(plain, "Read. ", plain.encode("Text."), [Ask("Who?", ("It is", " me"))] * 2)
-    whole = plain.decode([*case.context, *case.apart.tokens])
+    whole = plain.decode([*case.context, *case.turns.tokens])
     assert whole == "Read. Text.\n\nWho?\nAnswer:It is me\n\nQuestion: Who?\nAnswer:It is me"
 
 
