@@ -24,8 +24,15 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 import click
 import msgspec
 
-from mlx_kv.cli.decoding import DraftOptions, draft_lines, draft_options, sampling_options, unseeded_sampler
-from mlx_kv.cli.model import ModelOptions, prefill_option
+from mlx_kv.cli.model import (
+    DraftOptions,
+    ModelOptions,
+    draft_lines,
+    draft_options,
+    prefill_option,
+    sampling_options,
+    unseeded_sampler,
+)
 from mlx_kv.cli.options import LeadersFile, command, option, options
 from mlx_kv.cli.output import file_errors, say
 from mlx_kv.cli.policy import PolicyOptions, policy_options

@@ -6,8 +6,16 @@ import logging
 import sys
 from typing import Any
 
-from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options, unseeded_sampler
-from mlx_kv.cli.model import ChatOptions, ModelOptions, max_tokens_option, prefill_option
+from mlx_kv.cli.model import (
+    ChatOptions,
+    DraftOptions,
+    ModelOptions,
+    draft_options,
+    max_tokens_option,
+    prefill_option,
+    sampling_options,
+    unseeded_sampler,
+)
 from mlx_kv.cli.options import command, options
 from mlx_kv.cli.output import say
 from mlx_kv.cli.policy import PolicyOptions, policy_options

@@ -21,7 +21,7 @@ import click
 import mlx.nn as nn
 
 from mlx_kv.cli.cache import load_for
-from mlx_kv.cli.decoding import draft_lines
+from mlx_kv.cli.model import draft_lines
 from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import file_errors, human_bytes, say, tokens_line
 from mlx_kv.files.serialization import check_output, model_fingerprint, save_prompt_cache

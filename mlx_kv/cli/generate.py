@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from mlx_kv.cli.cache import load_for, tokens_read
-from mlx_kv.cli.decoding import (
+from mlx_kv.cli.model import (
+    ChatOptions,
     DraftOptions,
-    FormatOptions,
+    ModelOptions,
+    PromptOptions,
     draft_lines,
     draft_options,
+    max_tokens_option,
+    note_context,
+    prefill_option,
     sampling_options,
     unseeded_sampler,
 )
-from mlx_kv.cli.model import ChatOptions, ModelOptions, PromptOptions, max_tokens_option, note_context, prefill_option
-from mlx_kv.cli.options import EXISTING_FILE, command, given_options, option, options
+from mlx_kv.cli.options import EXISTING_FILE, LEADERS_FILE, command, given_options, option, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.settings import setting
+
+if TYPE_CHECKING:
+    from mlx_kv.generation.grammar import Constraint
+    from mlx_kv.generation.settings import LogitsProcessor
+
 
 EXAMPLES = """
 \b
@@ -41,6 +53,81 @@ Examples:
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
   mlx.launch -n 2 mlx-kv generate --prompt "def fibonacci(n):"
 """
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """The format of an answer: a JSON schema, a regular expression, a grammar, or none of them."""
+
+    SECTION: ClassVar = "Sampling"
+
+    json_schema: Path | None = setting(
+        None,
+        option="--json-schema",
+        summary="JSON schema that the answer follows.",
+        kind=LEADERS_FILE,
+        metavar="FILE",
+        help="JSON schema that the answer follows.",
+    )
+    regex: str | None = setting(
+        None,
+        option="--regex",
+        summary="Pattern that the whole answer matches.",
+        metavar="PATTERN",
+        help="Regular expression that the whole answer matches.",
+    )
+    grammar: Path | None = setting(
+        None,
+        option="--grammar",
+        kind=LEADERS_FILE,
+        metavar="FILE",
+        help="Grammar that the answer follows: llama.cpp's or Lark's.",
+    )
+
+    def __post_init__(self) -> None:
+        formats = [name for name in ("json_schema", "grammar", "regex") if getattr(self, name) is not None]
+        if len(formats) > 1:
+            one, other, *_ = (f"--{name.replace('_', '-')}" for name in formats)
+            raise click.UsageError(f"{one} and {other} both describe the answer: give one")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint of the library; None for any answer.
+
+        Raises:
+            click.BadParameter: a file that is no JSON.
+        """
+        from mlx_kv.generation import grammar as constraints
+
+        if self.regex is not None:
+            return constraints.regex(self.regex)
+        if self.grammar is not None:
+            return constraints.grammar(self.grammar.read_text())
+        if self.json_schema is None:
+            return None
+        try:
+            return constraints.json_schema(json.loads(self.json_schema.read_text()))
+        except (ValueError, RecursionError) as error:
+            raise click.BadParameter(f"{self.json_schema} is not JSON: {error}", param_hint="--json-schema") from None
+
+    def processors(self, tokenizer: Any, prompt: Sequence[int], before: int, chat: bool) -> tuple[LogitsProcessor, ...]:
+        """The logits processors that keep the answer to the format.
+
+        Args:
+            prompt: token ids that are read now.
+            before: number of tokens before them that the processors receive as well.
+            chat: whether the model may think before it answers.
+
+        Raises:
+            ValueError: the format cannot be compiled, and why.
+        """
+        constraint = self.constraint
+        if constraint is None:
+            return ()
+        from mlx_kv.generation.grammar import GrammarCompiler, LeadIn
+
+        lead_in = LeadIn.after(tokenizer, prompt) if chat else None
+        return (GrammarCompiler(tokenizer).compile(constraint).processor(before + len(prompt), lead_in),)
 
 
 def check_cache_file(draft_model: str | None) -> None:

@@ -1,25 +1,29 @@
-"""Options of a model (named as mlx-lm's), of a prompt and of the chat around it; where a config.json is."""
+"""Options of several commands: a model (named as mlx-lm's), a prompt and the chat around it, sampling and drafts."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from mlx_kv.bundled import model_path
-from mlx_kv.cli.options import LEADERS_FILE, Command, option, read_wired_limit
+from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.cli.options import LEADERS_FILE, Command, given_options, option, options, read_wired_limit
 from mlx_kv.cli.output import say
+from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.generation.encoding import ChatSettings
+    from mlx_kv.generation.sampling import Sampler
+    from mlx_kv.generation.statistics import SpeculationStatistics
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -332,3 +336,104 @@ class ChatOptions:
         from mlx_kv.generation.encoding import ChatSettings
 
         return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+# Narrower than in Python: 0 is what other programs call "off".
+SAMPLING_BOUNDS: dict[str, Any] = {
+    "top_p": {"above": 0, "minimum": None},
+    "repetition_penalty": {"above": 0, "minimum": None},
+    "seed": {"minimum": 0, "maximum": 2**64 - 1},
+}
+
+
+def sampling_options(function: Command) -> Command:
+    """The options of sampling, for a command that receives `sampling`, a `SamplingSettings`."""
+    return options(SamplingSettings, "sampling", section="Sampling", **SAMPLING_BOUNDS)(function)
+
+
+def unseeded_sampler(sampling: SamplingSettings, tokenizer: Any) -> Sampler | None:
+    """The sampler of all sequences, each of which gets a seed of its own; None is greedy."""
+    return replace(sampling, seed=None).sampler(0, tokenizer)
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftOptions(DraftSettings):
+    """The settings of drafts, and the draft model."""
+
+    SECTION: ClassVar = "Speculation"
+
+    draft_model: str | None = setting(
+        None,
+        option="--draft-model",
+        summary="Speculate with this model.",
+        metavar="PATH_OR_HUB_ID",
+        help="Speculate with this model; `reference` is the bundled draft model.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.drafter == "model" and self.draft_model is None:
+            raise click.UsageError("--draft model drafts with a model: give --draft-model")
+        if not self.enabled and self.num_draft_tokens is not None:
+            raise click.UsageError("--num-draft-tokens needs --draft or --draft-model")
+        given = given_options(DraftOptions)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if self.drafter in (None, "model") and name in given:
+                raise click.UsageError(f"{given[name]} needs --draft ngram, suffix or auto")
+        if self.drafter in ("ngram", "suffix", "auto") and self.draft_model is not None:
+            raise click.UsageError(
+                f"--draft {self.drafter} drafts without a model: leave out --draft-model, or --draft"
+            )
+        super().__post_init__()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is drafted."""
+        return drafts_enabled(self.drafter, self.draft_model)
+
+    @property
+    def settings(self) -> DraftSettings:
+        """The settings of drafts alone."""
+        return DraftSettings(**{each.name: getattr(self, each.name) for each in fields(DraftSettings)})
+
+    def load_model(self) -> nn.Module | None:
+        """The draft model, if there is one."""
+        if self.draft_model is None:
+            return None
+        from mlx_kv.mlxlm.loading import load
+
+        return load(draft_path(self.draft_model))[0]
+
+    def release(self, model: nn.Module | None) -> None:
+        """Frees the weights of the draft model, if there is one; they are loaded again when they are next used."""
+        if self.draft_model is None or model is None:
+            return
+        from mlx_kv.mlxlm.loading import load, release_weights
+
+        path = draft_path(self.draft_model)
+        release_weights(model, lambda: load(path, lazy=True)[0])
+
+
+def drafts_enabled(drafter: object, draft_model: object) -> bool:
+    """Whether --draft or --draft-model is given."""
+    return drafter is not None or draft_model is not None
+
+
+def draft_options(function: Command) -> Command:
+    """The options of drafts, for a command that receives `drafts`, a `DraftOptions`."""
+    order = ("drafter", "draft_model", "num_draft_tokens", "draft_length", "prompt_lookup_min", "prompt_lookup_max")
+    return options(DraftOptions, "drafts", *order)(function)
+
+
+def draft_lines(speculation: SpeculationStatistics) -> str:
+    """Two lines of statistics."""
+    share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
+    gain = "" if speculation.gain is None else f", {speculation.gain:.2f} times as fast as without drafts"
+    return (
+        f"draft       {share} accepted in {speculation.rounds:,} passes of the model\n"
+        f"            {speculation.tokens_per_pass:.2f} tokens a pass, {speculation.length} drafted at last{gain}"
+    )

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.decoding import drafts_enabled
-from mlx_kv.cli.model import ModelOptions, find_config, read_config
+from mlx_kv.cli.model import ModelOptions, drafts_enabled, find_config, read_config
 from mlx_kv.cli.options import EXISTING_FILE, Command, option, options
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.link import STEP_SECONDS, leave_signals_to_leader

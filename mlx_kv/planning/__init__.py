@@ -1,14 +1,11 @@
 """How many bytes the keys and values of a model will take, from its configuration alone.
 
-    layers.py      what each cache of a model stores: read from caches, nothing is evaluated
-    row_memory.py  bytes of one sequence in all layers, at its peak and after that
-    planner.py     strategies compared at several contexts, and over several ranks
-    device.py      the dtype and the memory of this device
+    row_memory.py  bytes of one sequence: what each cache stores, and all layers at the peak and after that
+    planner.py     strategies compared at several contexts, and over several ranks; this device
 
 The server's admission uses the same `RowMemory` as the planner.
 """
 
-from mlx_kv.planning.layers import Layer, TokenRecords
 from mlx_kv.planning.planner import (
     BITS,
     DTYPES,
@@ -21,7 +18,7 @@ from mlx_kv.planning.planner import (
     of_ranks,
     strategies,
 )
-from mlx_kv.planning.row_memory import RowMemory
+from mlx_kv.planning.row_memory import Layer, RowMemory, TokenRecords
 
 __all__ = [
     "BITS",

@@ -5,14 +5,17 @@ Slots are counted as they fill: neither rounded up to 256, nor grown ahead.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.cache.codecs import Bits
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.communicator import CacheCommunicator
@@ -22,8 +25,7 @@ from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.traverse import leaves
-from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
-from mlx_kv.planning.row_memory import RowMemory
+from mlx_kv.planning.row_memory import Layer, RowMemory, Slots, as_laid_out, double_window, every_token, layers_of
 from mlx_kv.policy import CachePolicy
 from mlx_kv.ranks.communicator import SplitLayers
 from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part
@@ -234,3 +236,28 @@ def config_dtype(config: dict[str, Any]) -> str:
             if name in DTYPES:
                 return name
     return "bfloat16"
+
+
+# --- this device ------------------------------------------------------------------------------------------------------
+
+DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
+
+
+def device_dtype(config: dict[str, Any]) -> str:
+    """The name of the dtype in which the model of a configuration computes here: on a CPU float32 (`mlxlm.loading`)."""
+    return "float32" if on_cpu() else config_dtype(config)
+
+
+def default_limit() -> int | None:
+    """A share of the device's memory in bytes; None if its size is unknown."""
+    info: dict[str, Any] = mx.device_info()
+    if on_cpu():
+        memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        container = Path("/sys/fs/cgroup/memory.max")
+        if container.exists() and (text := container.read_text().strip()).isdigit():
+            memory.append(int(text))
+        return int(DEVICE_SHARE * min(memory))
+    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if info.get(name):
+            return int(DEVICE_SHARE * int(info[name]))
+    return None

@@ -1,20 +1,210 @@
-"""Bytes of one sequence in all layers, at its peak and after that: for the planner, and for admission in the server.
+"""Bytes of one sequence: what each cache of a model stores, and all layers together, at the peak and after that.
 
     bytes = sum over caches of (state bytes + bytes per slot * slots + records of a budget)
 
-Integers only.
+Sizes are read from caches after one token: the graph is built and dropped, nothing is evaluated, no weight is read.
+The planner and the server's admission use the same numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, max_head_tokens, max_layer_tokens
+from mlx_kv.cache.eviction.compaction import SAFEGUARD
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.scoring import ObservedBytes
 from mlx_kv.cache.growth import DEFAULT, Growth, round_up
+from mlx_kv.cache.layout import NO_LIMIT
+from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, OVERLAP, Instructions
-from mlx_kv.planning.layers import Layer, Slots, as_laid_out
+from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
+from mlx_kv.ranks.communicator import cache_communicator_of
+
+
+@dataclass(frozen=True)
+class TokenRecords:
+    """What a budget records of the tokens of one sequence in one layer, besides keys and values.
+
+    Attributes:
+        cut: slots before the recent block.
+        per_kept: bytes of each of them: a position (int32), and a score (float32) where it is computed only once, by
+            head where heads keep different tokens (`KeptTokens`).
+        dead: bytes of the slots without a token that each head has (int32), where heads keep different numbers.
+        per_reread: bytes of each token of a prompt that is read twice, float32 of each head (`Reread`); else 0.
+        observed: the attention that the score observes.
+    """
+
+    cut: int
+    per_kept: int
+    dead: int
+    per_reread: int
+    observed: ObservedBytes
+
+    def nbytes(self, slots: int) -> int:
+        """Bytes of a sequence that uses `slots` slots."""
+        kept = min(self.cut, slots) * self.per_kept + self.dead
+        return kept + slots * self.per_reread + self.observed.nbytes(slots)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One cache of a model: layers that share keys and values share a cache.
+
+    Attributes:
+        kind: "full", "sliding", "chunked" (a window that starts anew every `window` tokens), "recurrent", or
+            "not planned: " and the class of an unsupported cache, which counts as 0 bytes.
+        window: maximum tokens that a query sees; None is all, or a recurrent layer.
+        heads, key_dim, value_dim: of each token, before any quantisation.
+        bytes_per_slot: of one sequence, all heads, keys and values, as a policy stores them.
+        plain_bytes_per_slot: the same before they are quantised.
+        most_slots: maximum slots of a sequence under a policy, except during a second pass over its prompt.
+        state_bytes: of one sequence at any context: recurrent state, including the states for rollback while it
+            decodes, or the ring of a residual, which is allocated at the first token.
+        records: what a budget records of tokens; None without one.
+        ours: whether the cache is converted to one of this library, which the policy can quantise, or stays mlx-lm's.
+    """
+
+    kind: str
+    window: int | None = None
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    bytes_per_slot: int = 0
+    plain_bytes_per_slot: int = 0
+    most_slots: int = NO_LIMIT
+    state_bytes: int = 0
+    records: TokenRecords | None = None
+    ours: bool = True
+
+    @property
+    def read_twice(self) -> bool:
+        """Whether it holds a whole prompt and its repetition until the second pass is complete."""
+        return self.records is not None and self.records.per_reread > 0
+
+    def nbytes(self, slots: int, plain: bool = False) -> int:
+        """Bytes of one sequence that uses `slots` slots, as the policy stores them or, if `plain`, unquantised."""
+        of_slots = slots * (self.plain_bytes_per_slot if plain else self.bytes_per_slot)
+        return self.state_bytes + of_slots + (0 if self.records is None else self.records.nbytes(slots))
+
+
+Slots = Callable[[Layer, int], int]
+
+
+def every_token(layer: Layer, context: int) -> int:
+    """All tokens: windows are ignored."""
+    return context
+
+
+def double_window(layer: Layer, context: int) -> int:
+    """A buffer of two windows for layers that have one, as some engines keep."""
+    return context if layer.window is None else min(context, 2 * layer.window)
+
+
+def as_laid_out(layer: Layer, context: int) -> int:
+    """The slots of the policy's layout: window + max_write - 1 where there is a window."""
+    return min(context, layer.most_slots)
+
+
+def layers_of(
+    model: nn.Module, policy: CachePolicy, step: int = 1, chunk: int = 0, communicator: CacheCommunicator | None = None
+) -> list[Layer]:
+    """The caches of a model in order, as a policy stores them once it quantises.
+
+    Args:
+        step: tokens of a step of decoding: more than one with drafts.
+        chunk: prompt tokens read at once, if more than the max_write of the policy: budgets grow for it.
+        communicator: the ranks that have the other parts of the model; None finds those of a model that was split.
+
+    Raises:
+        ValueError: the policy cannot store these head dims, or the model cannot read a token.
+    """
+    policy = replace(policy, quantized_start=0, growth=DEFAULT)
+    communicator = cache_communicator_of(model) if communicator is None else communicator
+    stored = _read_one_token(model, policy, communicator)
+    own = leaves(stock.make_prompt_cache(model))
+    plain = stored if policy.stores_plain else _read_one_token(model, policy.plain(), communicator)
+    return [_describe(*caches, step=step, chunk=chunk) for caches in zip(own, plain, stored, strict=True)]
+
+
+def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCommunicator) -> list[Any]:
+    """All leaf caches of a model after one token that is not evaluated."""
+    try:
+        caches = make_prompt_cache(model, policy, strict=False, peers=communicator)
+        model(mx.array([[0]]), cache=caches)
+    except ValueError:
+        raise
+    except Exception as error:  # a model's own code, with a configuration that may be anything
+        raise ValueError(f"mlx-lm's model cannot read a token: {type(error).__name__}: {error}") from error
+    return list(leaves(caches))
+
+
+def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer:
+    """One layer, from mlx-lm's unused cache and from two that have seen a token, plain and as the policy stores it."""
+    kind, window = kind_and_window(own)
+    if kind == "recurrent":
+        state = sum(array.nbytes for array in stored.cache if array is not None)
+        kept = getattr(stored, "max_rollback", 0)  # while it decodes, the state after each of so many tokens
+        return Layer(kind, state_bytes=(1 + kept) * state, ours=False)
+    if kind is None or stored.keys is None:  # unknown, or no layer writes to it
+        return Layer(f"not planned: {type(own).__name__}", ours=False)
+    evictor, most_slots = stored.evictor, stored.layout.enough_slots
+    heads = plain.keys.shape[1]
+    if evictor is not None:  # rings do not grow for a longer write
+        most_slots += _longer(evictor, heads) + max(0, chunk - stored.layout.max_write)
+    return Layer(
+        kind,
+        window=plain.layout.window if kind == "sliding" else window,
+        heads=heads,
+        key_dim=plain.keys.shape[3],
+        value_dim=plain.values.shape[3],
+        bytes_per_slot=sum(buffer.bytes_per_slot for buffer in stored.view.buffers),
+        plain_bytes_per_slot=sum(buffer.bytes_per_slot for buffer in plain.view.buffers),
+        most_slots=most_slots,
+        state_bytes=stored.nbytes_residual,
+        records=None if evictor is None else _records(evictor, heads, step),
+    )
+
+
+def _longer(evictor: Evictor, heads: int) -> int:
+    """Maximum tokens of the longest head beyond the budget; negative where it always holds fewer."""
+    layout, layers = evictor.layout, evictor.layer_allocation
+    protected = layout.sinks + layout.keep_recent
+    free = layout.budget - protected
+    if not isinstance(layers, str):
+        if evictor.scope != "adaptive":
+            table = by_layer(layers) if evictor.scope == "layer" else layers
+            return max_head_tokens(table, evictor.layer, free) - free
+        together = max_layer_tokens(layers, evictor.layer, free) * (heads if len(layers[0]) == 1 else 1)
+        sure = max(0, int(SAFEGUARD * (together // heads + protected)) - protected)
+        return together - (heads - 1) * sure - free  # all for one head but what the others keep in any case
+    if evictor.scope != "adaptive":
+        return 0
+    return (heads - 1) * (layout.budget - max(protected, int(SAFEGUARD * layout.budget)))
+
+
+def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
+    """The records of an evictor that has seen a token."""
+    own = heads if evictor.scope in BY_HEAD else 1
+    return TokenRecords(
+        cut=evictor.layout.cut + _longer(evictor, heads),
+        per_kept=own * (8 if evictor.score.per_token else 4),
+        dead=4 * heads if evictor.uneven_heads else 0,
+        per_reread=4 * heads if evictor.wants_second_pass else 0,
+        observed=ObservedBytes() if evictor.observation is None else evictor.observation.max_bytes(step),
+    )
+
+
+# --- one sequence -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import Planner, RowMemory
-from mlx_kv.planning.device import default_limit as default_limit
+from mlx_kv.planning.planner import default_limit as default_limit
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import shared
 from mlx_kv.server.models import Models

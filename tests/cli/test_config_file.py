@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from replaced import replace_work
 
 from mlx_kv.cli.main import command as group
-from mlx_kv.cli.serve import serve
-from mlx_kv.cli.server_options import ServerSettings
+from mlx_kv.cli.serve import ServerSettings, serve
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "serve.toml"
 

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, make_prompt_cache
-from mlx_kv.cli.decoding import DraftOptions, FormatOptions, SamplingDefaults
+from mlx_kv.cli.generate import FormatOptions
 from mlx_kv.cli.main import command as group
-from mlx_kv.cli.model import ChatOptions, ModelOptions, PromptOptions
+from mlx_kv.cli.model import ChatOptions, DraftOptions, ModelOptions, PromptOptions
 from mlx_kv.cli.options import given_options, message_of, option_names, options
 from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import UNSUPPORTED, RankOptions, check_supported
-from mlx_kv.cli.server_options import ServerSettings
+from mlx_kv.cli.serve import SamplingDefaults, ServerSettings
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import SettingError, setting, settings_of
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from replaced import replace_work
 
 from mlx_kv.cli import serve as command
-from mlx_kv.cli.decoding import SamplingDefaults
+from mlx_kv.cli.serve import SamplingDefaults
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.mlxlm.loading import generation_config
 

@@ -9,8 +9,7 @@ import pytest
 from serving import SOURCE, running
 
 from mlx_kv.bundled import draft_path
-from mlx_kv.cli.decoding import DraftOptions
-from mlx_kv.cli.model import ModelOptions
+from mlx_kv.cli.model import DraftOptions, ModelOptions
 from mlx_kv.server.models import IdleUnload, Models
 
 WEIGHTS = 15_000_000  # bytes of the reference model, and some less

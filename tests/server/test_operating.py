@@ -16,7 +16,7 @@ import pytest
 from serving import Running
 
 from mlx_kv.cli.options import read_bytes
-from mlx_kv.cli.server_options import ServerSettings
+from mlx_kv.cli.serve import ServerSettings
 from mlx_kv.server.api import Certificates, _without_query, configure_logging
 from mlx_kv.server.run import Server, bound
 
