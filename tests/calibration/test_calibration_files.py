@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv import Calibration, calibrate, load_calibration, save_calibration
+from mlx_kv.cache.codecs import Centre
+from mlx_kv.cache.eviction.calibration import BitsLoss
 from mlx_kv.files import tensor_files
 from mlx_kv.files.calibration_file import FOLDER, beside, default_path, find_calibration
 from mlx_kv.files.serialization import model_fingerprint
@@ -37,6 +40,18 @@ def test_it_is_read_as_it_was_written(calibration: Calibration, tiny: nn.Module,
     assert loaded.score.name == calibration.score.name
     save_calibration(path, loaded)  # its own kind may be replaced
     assert load_calibration(path) == calibration
+
+
+def test_every_number_of_losses_and_centres_is_read_back(calibration: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "x.kvcal.safetensors"
+    centres = (None, Centre.of(mx.random.normal((1, 2, 1, 8))), None, Centre.of(mx.full((1, 1, 1, 4), 6e-8)))
+    losses = (BitsLoss(4, 4, 64, "rotated", 999, 0.1 + 0.2, 1 / 3), BitsLoss(8, 4, 32, None, 1234, -1e-17, 5e-324))
+    written = replace(calibration, losses=losses, centres=centres)
+    save_calibration(path, written)
+    loaded = load_calibration(path)
+    assert loaded.losses == losses
+    assert loaded.centres == centres
+    assert loaded.name == written.name != calibration.name
 
 
 def test_budgets_alone_are_read_too(tmp_path: Path) -> None:
@@ -88,6 +103,13 @@ DAMAGE: dict[str, dict[str, Any]] = {
     "factor 0": {"layers__0__key_rope__factor": mx.array(0.0)},
     "another layer": {"layers__9__bias": mx.zeros((2,))},
     "another array": {"layers__0__more": mx.zeros((2,))},
+    "another centre": {"centres__0": mx.ones((2, 16), mx.float16)},
+    "no centre": {"centres__0": None},
+    "dtype of a centre": {"centres__0": mx.ones((2, 16))},
+    "shape of a centre": {"centres__0": mx.ones((2, 16, 1), mx.float16)},
+    "a centre that is not finite": {"centres__0": mx.full((2, 16), float("inf"), mx.float16)},
+    "fewer centres": {"words": {"centres": "1"}},
+    "centres that are no number": {"words": {"centres": "all"}},
     "heads": {"words": {"heads": "[[1, 2], [3]]"}},
     "heads that are no list": {"words": {"heads": "7"}},
     "heads of others": {"words": {"heads": json.dumps([[1, 1, 1]] * 3)}},
