@@ -51,7 +51,7 @@ def test_imports_keep_the_contracts() -> None:
     ("path", "line", "contract"),
     [
         ("cache/mask.py", "from mlx_kv.files import tensor_files", "Rooms import downwards only"),
-        ("server/job.py", "import mlx_kv.cli.main", "Rooms import downwards only"),
+        ("server/rows.py", "import mlx_kv.cli.main", "Rooms import downwards only"),
         ("plots.py", "def lazily():\n    from mlx_kv import blas", "Rooms import downwards only"),
         (
             "cache/growth.py",

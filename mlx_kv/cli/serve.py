@@ -21,7 +21,7 @@ from mlx_kv.settings import setting, settings_of
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
     from mlx_kv.server.api import AccessRules, Certificates
-    from mlx_kv.server.models import Models
+    from mlx_kv.server.rows import Models
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 EXAMPLES = """
@@ -374,10 +374,10 @@ def serve(
     before_loading = policy.checked()  # bad settings are refused before anything is loaded
     try:
         from mlx_kv.server.api import HttpSettings, Limits, is_loopback
-        from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
+        from mlx_kv.server.rows import Models, WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http
-        from mlx_kv.server.worker import Worker
+        from mlx_kv.server.worker import IdleUnload, Worker
     except ImportError as error:
         if error.name not in EXTRA:
             raise

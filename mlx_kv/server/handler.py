@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_lm.server import convert_chat, process_message_content
@@ -22,14 +23,26 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
 from mlx_kv.generation.generate import StopStrings
-from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error_body, read_body, without_panic
-from mlx_kv.server.models import ModelNames
-from mlx_kv.server.output import ChatOutputParser, Choice, Delta, Grammars, OutputWriter, TokenTexts, marks_of
-from mlx_kv.server.prefix_report import HEADER, prefix_header
+from mlx_kv.server.output import (
+    ChatOutputParser,
+    Choice,
+    Delta,
+    Grammars,
+    Job,
+    OutputChunk,
+    OutputWriter,
+    TokenTexts,
+    Usage,
+    marks_of,
+)
 from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules, UnknownFields
 from mlx_kv.server.worker import Worker
 
+ANY = "*"
+LATEST = ":latest"  # the tag that clients of Ollama add to names without one
+DEFAULT = "default_model"  # the name that clients of mlx_lm.server send
+HEADER = "X-MLX-KV-Prefix"
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
@@ -38,6 +51,11 @@ OLLAMA_CHATS, OLLAMA_PROMPTS = ("/api/chat",), ("/api/generate",)
 ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
 ENDPOINTS |= dict.fromkeys(RESPONSES, "responses") | dict.fromkeys(MESSAGES, "messages")
 ENDPOINTS |= dict.fromkeys(OLLAMA_CHATS, "ollama chat") | dict.fromkeys(OLLAMA_PROMPTS, "ollama generate")
+MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens
+STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
+log = logging.getLogger("mlx_kv.server")
+
+# --- admission --------------------------------------------------------------------------------------------------------
 
 
 class OutputCollector:
@@ -207,11 +225,31 @@ class AdmissionController:
         self.metrics.requests.labels(ENDPOINTS.get(path, "other"), str(status)).inc()
 
 
-MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens
-STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
-log = logging.getLogger("mlx_kv.server")
-
 # --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class ModelNames:
+    """Names by which requests may refer to the model.
+
+    Args:
+        name: of the server's command line: a directory or a name on the hub, of which the last part is a name, too.
+        aliases: more names; "*" allows any.
+    """
+
+    def __init__(self, name: str, aliases: Sequence[str] = ()) -> None:
+        self.name, self._any = name, ANY in aliases
+        path = Path(name)
+        short = [str(path.resolve()), path.resolve().name] if path.is_dir() else [name.rstrip("/").rpartition("/")[2]]
+        others = [alias for alias in (*aliases, *reversed(short), DEFAULT) if alias and alias != ANY]
+        self.all = tuple(dict.fromkeys((name, *others)))
+
+    def __contains__(self, name: object) -> bool:
+        return self._any or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
+
+    def check(self, name: str | None) -> None:
+        """Raises ApiError, 404, for the name of another model."""
+        if name is not None and name not in self:
+            raise ApiError(404, f"there is no model {name[:200]!r} here: use {self.name!r}", "model", "model_not_found")
 
 
 class ParsedRequest(NamedTuple):
@@ -460,7 +498,9 @@ class CompletionResponse(Response):
 
     @property
     def _prefix(self) -> str:
-        return prefix_header(choice.job for choice in self._choices)
+        """Reused and all tokens of the prompts of the request, each prompt once."""
+        usage = Usage.of(self._choices)
+        return f"{usage.cached}/{usage.prompt_tokens}"
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> int:
         try:

@@ -1,8 +1,8 @@
 """Memory of rows: the maximum that they will need, the limit, and what is held now.
 
-A plan is made from a model and a policy, without evaluating anything; then it is integers only. The bytes of a row at
-its peak come from `planning.RowMemory`. In a batch, rows are as long as the longest one, as far as `cache.segments`
-does not separate them.
+A plan is integers only; `rows.plan_rows` makes it from a model and a policy. The bytes of a row at its peak come from
+`planning.RowMemory`. In a batch, rows are as long as the longest one, as far as `cache.row_classes` does not separate
+them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,13 @@ import numpy as np
 from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
-from mlx_kv.cache.row_classes import KEPT, LEAST_SAVED
-from mlx_kv.generation.admission import shares_up_to
-from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD, Instructions
+from mlx_kv.cache.row_classes import KEPT
+from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.attention import attends_by_class
-from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
-from mlx_kv.planning import Planner, RowMemory
+from mlx_kv.planning import RowMemory
 from mlx_kv.planning.planner import default_limit as default_limit
-from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import shared
-from mlx_kv.server.models import Models
 
 MAX_SLACK = 8192  # slots that a growing cache allocates beyond need
 RESOLUTION = 1000  # gaps between positions below this fraction of a row are closed
@@ -143,29 +137,6 @@ class RowPlan:
         return (segments + most_tails) * self.memory.bytes_per_slot + 2 * self.nbytes(max(row.slots for row in rows))
 
 
-def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chunk: int | None = None) -> RowPlan:
-    """The plan of a policy. Builds a graph of the model, and evaluates nothing.
-
-    Args:
-        drafted: maximum draft tokens per pass.
-        batch: maximum rows.
-        chunk: prompt tokens per prefill chunk; None is at most the policy's max_write.
-
-    Raises:
-        ValueError: the model does not support the policy.
-    """
-    planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
-    in_classes = batch > 1 and attends_by_class(models.model)
-    shares = in_classes and models.draft is None
-    return RowPlan(
-        planner.row(policy, step=1 + drafted, chunk=chunk or 0),
-        RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
-        drafted,
-        2 * LEAST_SAVED[mx.default_device().type] if in_classes else None,
-        shares_up_to(make_prompt_cache(models.model, policy)) if shares else 0,
-    )
-
-
 @dataclass(frozen=True)
 class MemoryLimit:
     """Limit for weights, rows and cached prefixes.
@@ -203,8 +174,8 @@ class MemoryLimit:
         )
 
 
-def memory_limit(limit: int | Literal["device"] | None, models: Models) -> MemoryLimit:
-    """The limit of a server with these models.
+def memory_limit(limit: int | Literal["device"] | None, weights: int) -> MemoryLimit:
+    """The limit of a server with so many bytes of weights.
 
     Args:
         limit: "device" is a share of the device's memory, or no limit where the weights need more.
@@ -212,8 +183,6 @@ def memory_limit(limit: int | Literal["device"] | None, models: Models) -> Memor
     Raises:
         ValueError: the weights alone exceed the limit.
     """
-    networks = [network for network in (models.model, models.draft) if network is not None]
-    weights = sum(map(weight_bytes, networks))
     if limit == "device":
         limit = default_limit()
         if limit is not None and limit <= weights:

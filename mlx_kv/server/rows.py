@@ -1,4 +1,4 @@
-"""Rows: an engine, the jobs that have a row in it, their memory, and their cached prefixes, in memory and in a store.
+"""Rows: models and settings, an engine, the jobs that have a row in it, their memory, and their cached prefixes.
 
 Everything runs in the worker's thread, but work of the disk: that runs one task after the other in its own thread, on
 bytes only. A failure of the disk costs a prompt the time to be read again, and never ends a row.
@@ -11,30 +11,37 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mlx_kv.communicator import Communicator
-from mlx_kv.generation.admission import continue_from
-from mlx_kv.generation.engine import Engine
+from mlx_kv.cache.row_classes import LEAST_SAVED
+from mlx_kv.communicator import LOCAL, Communicator
+from mlx_kv.files.serialization import model_fingerprint
+from mlx_kv.generation.admission import continue_from, shares_up_to
+from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
 from mlx_kv.generation.prefill import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.mlxlm.attention import attends_by_class
+from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED
 from mlx_kv.prefixes.memory import PromptMemory
-from mlx_kv.prefixes.reader import needs_checkpoints
+from mlx_kv.prefixes.reader import draft_mark, needs_checkpoints
 from mlx_kv.prefixes.store import PackedEntry, PromptStore, StoredPrompt
 from mlx_kv.ranks.engine import lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.job import Job, OutputChunk, output_of
-from mlx_kv.server.memory import plan_rows, tokens_evicted, with_shared
-from mlx_kv.server.models import Models, WorkerSettings
-from mlx_kv.server.monitor import Monitor
-from mlx_kv.server.prefix_report import match_prefix
+from mlx_kv.server.memory import RowPlan, tokens_evicted, with_shared
+from mlx_kv.server.monitor import Monitor, match_prefix
+from mlx_kv.server.output import Job, OutputChunk, output_of
 
 MAX_PENDING = 256 * 2**20  # bytes waiting to be written; further entries are dropped
 RETRY_SECONDS = 10.0  # for which a disk that refused an entry gets no other
@@ -44,6 +51,117 @@ ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # attempts to restart an engine; seconds in
 NO_MEMORY = ("unable to allocate", "attempting to allocate", "out of memory", "insufficient memory")
 T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
+
+
+# --- models, settings, and what is made of them -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Models:
+    """A model, its tokenizer, and a draft model.
+
+    Attributes:
+        sampling: defaults for requests.
+        policy: cache policy chosen for this model; None is that of the settings.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    draft: nn.Module | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    policy: CachePolicy | None = None
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The model, and the draft model if there is one."""
+        return [self.model] if self.draft is None else [self.model, self.draft]
+
+
+OpenStore = Callable[[Models], PromptStore]
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a worker.
+
+    Attributes:
+        policy: of the caches.
+        max_batch_size, prefill_step_size: as in `EngineSettings`.
+        max_wait: seconds that rows wait for their next token while prompts are read, as in `EngineSettings`.
+        drafting: of speculative decoding.
+        prompt_memory_bytes: of cached prefixes in memory; 0 keeps none.
+        open_store: opens the prompt store; None is without one.
+        memory_limit: bytes of weights, rows and cached prefixes; "device" is what the device has, None is no limit.
+    """
+
+    policy: CachePolicy = field(default_factory=CachePolicy)
+    max_batch_size: int = 8
+    prefill_step_size: int | None = None
+    max_wait: float | None = None
+    drafting: DraftSettings = field(default_factory=DraftSettings)
+    prompt_memory_bytes: int = 2**30
+    open_store: OpenStore | None = None
+    memory_limit: int | Literal["device"] | None = None
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether prefixes are cached for later requests."""
+        return self.open_store is not None or self.prompt_memory_bytes > 0
+
+    def engine(
+        self, models: Models, policy: CachePolicy, instructions: Instructions, communicator: Communicator = LOCAL
+    ) -> Engine:
+        """An engine for a policy.
+
+        Raises:
+            ValueError: the model does not support the policy.
+        """
+        settings = EngineSettings(
+            self.max_batch_size,
+            self.prefill_step_size,
+            self.drafting,
+            models.draft,
+            return_caches=self.keeps_prompts or policy.budget is not None,  # also to count the last evictions
+            instructions=instructions,
+            max_wait=self.max_wait,
+        )
+        return make_engine(models.model, set(models.tokenizer.eos_token_ids), policy, settings, communicator)
+
+    def fingerprint(self, models: Models, policy: CachePolicy, engine: Engine) -> str:
+        """Identifies the caches of a model, draft model, policy, and of how the engine makes room for drafts.
+
+        Entries of a shared store are found under the same fingerprint only.
+        """
+        marks = [model_fingerprint(net) for net in models.networks]
+        marks.append(str(policy))
+        if models.draft is not None:
+            marks.append(f"draft tokens {self.drafting.draft_tokens}")
+        elif engine.speculation is not None:
+            marks += draft_mark(engine.make_caches(), make_prompt_cache(models.model, policy, strict=False))
+        return " ".join(marks)
+
+
+def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chunk: int | None = None) -> RowPlan:
+    """The plan of a policy. Builds a graph of the model, and evaluates nothing.
+
+    Args:
+        drafted: maximum draft tokens per pass.
+        batch: maximum rows.
+        chunk: prompt tokens per prefill chunk; None is at most the policy's max_write.
+
+    Raises:
+        ValueError: the model does not support the policy.
+    """
+    planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
+    in_classes = batch > 1 and attends_by_class(models.model)
+    shares = in_classes and models.draft is None
+    return RowPlan(
+        planner.row(policy, step=1 + drafted, chunk=chunk or 0),
+        RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
+        drafted,
+        2 * LEAST_SAVED[mx.default_device().type] if in_classes else None,
+        shares_up_to(make_prompt_cache(models.model, policy)) if shares else 0,
+    )
 
 
 def policy_name(policy: CachePolicy) -> str:
@@ -64,6 +182,9 @@ def out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory has run out: MLX's messages on a CPU, with Metal, and with CUDA."""
     message = str(error).lower()
     return isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 class Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -12,19 +13,73 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_kv.generation.prefill import Instructions
-from mlx_kv.mlxlm.loading import context_length, vocabulary_of
+from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
-from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
-from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
-from mlx_kv.server.rows import Rows, TieredPrefixes, out_of_memory
+from mlx_kv.server.monitor import UPDATE_EVERY, Monitor, Snapshot
+from mlx_kv.server.output import Job, OutputChunk
+from mlx_kv.server.rows import Models, Rows, TieredPrefixes, WorkerSettings, out_of_memory
 
 log = logging.getLogger("mlx_kv.server")
+
+
+class IdleUnload:
+    """Frees weights after some time without requests; the next request loads them again.
+
+    Args:
+        seconds: without a request; None keeps the weights.
+        unload: frees them.
+        lazy: whether weights are freed at the start, too.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        unload: Callable[[Models], None] = lambda models: None,
+        lazy: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds, self._unload, self._lazy, self._clock = seconds, unload, lazy, clock
+        self._idle_since: float | None = None  # None while there are requests
+        self._unloaded = True  # before the first request there is nothing to free, or it will be needed soon
+
+    def begin(self, models: Models) -> None:
+        """Called when the worker is ready for the first request."""
+        if self._lazy:
+            self._unload(models)
+
+    def seconds_left(self) -> float | None:
+        """Seconds until weights are freed; None while nothing is scheduled."""
+        if self._seconds is None or self._unloaded or self._idle_since is None:
+            return None
+        return max(0.0, self._idle_since + self._seconds - self._clock())
+
+    def update(self, idle: bool, models: Models) -> bool:
+        """Frees weights if it is time; returns whether it did.
+
+        Args:
+            idle: whether there are no requests.
+        """
+        if not idle:
+            self._idle_since, self._unloaded = None, False
+            return False
+        if self._idle_since is None:
+            self._idle_since = self._clock()
+        if self.seconds_left() != 0.0:
+            return False
+        self._unloaded = True
+        try:
+            self._unload(models)
+        except Exception:
+            log.exception("the weights could not be unloaded, and stay in memory")
+            return False
+        log.info("no requests for %g s: the weights are unloaded", self._seconds)
+        return True
 
 
 class Worker:
@@ -169,7 +224,7 @@ class Worker:
         )
         self._rows.begin()
         self.plan = self._rows.plan
-        self.limit = memory_limit(settings.memory_limit, models)
+        self.limit = memory_limit(settings.memory_limit, sum(map(weight_bytes, models.networks)))
         self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
         self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
         self._unload.begin(models)

@@ -26,8 +26,7 @@ from mlx_kv.generation.prefill import Instructions, prefill_all, read_chunk, res
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.server.memory import plan_rows
-from mlx_kv.server.models import Models
+from mlx_kv.server.rows import Models, plan_rows
 
 PROMPT, ANSWER, CHUNK = 1100, 60, 128
 STORED: dict[str, dict[str, Any]] = {

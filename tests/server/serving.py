@@ -25,10 +25,10 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.api import AccessRules, Api, HttpSettings, Limits
-from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import Metrics
+from mlx_kv.server.rows import Models, WorkerSettings
 from mlx_kv.server.run import Server, bound
-from mlx_kv.server.worker import Worker
+from mlx_kv.server.worker import IdleUnload, Worker
 
 SOURCE = (Path(__file__).parent.parent / "source.txt").read_text()
 LONG = (SOURCE * (1 + 5000 // len(SOURCE)))[:5000]  # some 1,400 tokens

@@ -13,9 +13,8 @@ from serving import Running, check_error, running
 from starlette.datastructures import Headers
 from starlette.routing import Route
 
-from mlx_kv.server.api import AccessRules
+from mlx_kv.server.api import CHAT_PAGE, PAGE, AccessRules
 from mlx_kv.server.json_http import ApiError
-from mlx_kv.server.status import CHAT_PAGE, PAGE
 
 
 def test_keys() -> None:

@@ -10,8 +10,8 @@ from reasoning_server import changed_tokenizer
 from serving import Running, running
 from test_page import dress, luminance, picture
 
+from mlx_kv.server.api import CHAT_PAGE, PAGE
 from mlx_kv.server.output import Choice, Delta
-from mlx_kv.server.status import CHAT_PAGE, PAGE
 
 ANSWER = """Rows that end are **removed**; the `offset` of the others stays:
 

@@ -13,8 +13,8 @@ from serving import ENDS, LONG, PLENTY, SOURCE, Running, cached, running
 from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.speculation.drafters import SuffixDrafter
-from mlx_kv.server.models import Models
 from mlx_kv.server.monitor import Monitor
+from mlx_kv.server.rows import Models
 
 
 class Watched(SuffixDrafter):

@@ -37,7 +37,7 @@ def broken(*arguments: Any, **options: Any) -> Any:
 def no_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails, and then the engine cannot be made anew."""
     monkeypatch.setattr("mlx_kv.server.rows.ENGINE_PAUSE", 0.0)
-    monkeypatch.setattr("mlx_kv.server.models.make_engine", broken)
+    monkeypatch.setattr("mlx_kv.server.rows.make_engine", broken)
     monkeypatch.setattr(server.worker._rows.engine, "step", broken)
 
 
@@ -117,9 +117,9 @@ def test_later_requests_hear_why_there_is_no_worker() -> None:
 
 
 def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_kv.server import models, rows
+    from mlx_kv.server import rows
 
-    tries, real = [], models.make_engine
+    tries, real = [], rows.make_engine
 
     def second(*arguments: Any, **options: Any) -> Any:
         tries.append(1)
@@ -127,7 +127,7 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
 
     monkeypatch.setattr(rows, "ENGINE_PAUSE", 0.0)
     with running() as server:
-        monkeypatch.setattr(models, "make_engine", second)
+        monkeypatch.setattr(rows, "make_engine", second)
         monkeypatch.setattr(server.worker._rows.engine, "step", broken)
         assert "see its log" in check_error(server.post(prompt="import"), 500)["message"]
         assert server.complete("import", 3)

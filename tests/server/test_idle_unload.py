@@ -10,7 +10,8 @@ from serving import SOURCE, running
 
 from mlx_kv.bundled import draft_path
 from mlx_kv.cli.model import DraftOptions, ModelOptions
-from mlx_kv.server.models import IdleUnload, Models
+from mlx_kv.server.rows import Models
+from mlx_kv.server.worker import IdleUnload
 
 WEIGHTS = 15_000_000  # bytes of the reference model, and some less
 

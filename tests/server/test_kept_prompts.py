@@ -18,7 +18,7 @@ from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
 
 from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptStore
 from mlx_kv.server import rows
-from mlx_kv.server.models import Models
+from mlx_kv.server.rows import Models
 
 
 @pytest.mark.parametrize("stop", [None, "="], ids=["to the last token", "to a stop string"])

@@ -16,8 +16,8 @@ from tiny_models import make_model
 from mlx_kv import CachePolicy
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import Channel, Follower, Leader, RanksError
-from mlx_kv.server.job import Job
-from mlx_kv.server.models import Models, WorkerSettings
+from mlx_kv.server.output import Job
+from mlx_kv.server.rows import Models, WorkerSettings
 from mlx_kv.server.worker import Worker
 
 

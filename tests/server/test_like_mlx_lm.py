@@ -18,8 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from reasoning_server import with_thinking
 from serving import Running
 
-from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.output import ChatOutputParser, Choice
+from mlx_kv.server.output import ChatOutputParser, Choice, Job, OutputChunk
 
 PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 JSON = '{"name": "look", "arguments": {"at": "x.py", "deep": 2}}'

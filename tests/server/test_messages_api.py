@@ -12,8 +12,7 @@ from mlx_kv.generation.generate import StopStrings
 from mlx_kv.server.api import ApiKeys
 from mlx_kv.server.chat import Call, Reasoning, Text
 from mlx_kv.server.dialects.messages import messages
-from mlx_kv.server.job import Job
-from mlx_kv.server.output import Blocks, Delta, Event
+from mlx_kv.server.output import Blocks, Delta, Event, Job
 from mlx_kv.server.requests import RequestRules, UnknownFields
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from serving import PLENTY, SOURCE, Running, running
 
 from mlx_kv import CachePolicy
 from mlx_kv.server.api import Api, HttpSettings, Limits
-from mlx_kv.server.prefix_report import Reason
+from mlx_kv.server.monitor import Reason
 
 # "<role>: text" for each message, after the tools and what an argument adds.
 TEMPLATE = (

@@ -13,9 +13,8 @@ from serving import SOURCE, Running
 
 from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
-from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.json_http import ApiError
-from mlx_kv.server.output import ChatOutputParser, Choice, Delta, TokenTexts
+from mlx_kv.server.output import ChatOutputParser, Choice, Delta, Job, OutputChunk, TokenTexts
 from mlx_kv.server.requests import RequestRules, UnknownFields
 
 

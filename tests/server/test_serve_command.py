@@ -49,8 +49,8 @@ def test_sigterm_lets_requests_finish() -> None:
 
 
 LOGS = SERVE + (
-    "import logging; from mlx_kv.server import status; "
-    "status.StatusRoutes.ready = lambda self, request: logging.warning('made by a library'); main()"
+    "import logging; from mlx_kv.server import api; "
+    "api.StatusRoutes.ready = lambda self, request: logging.warning('made by a library'); main()"
 )
 
 

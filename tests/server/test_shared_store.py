@@ -10,7 +10,7 @@ import pytest
 from serving import ENDS, LONG, PLENTY, Running, cached, running
 
 from mlx_kv import PromptStore
-from mlx_kv.server.models import Models
+from mlx_kv.server.rows import Models
 
 
 def ask(server: Running, end: str) -> tuple[str, int]:

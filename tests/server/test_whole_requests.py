@@ -14,7 +14,7 @@ from mlx_lm.tool_parsers import json_tools
 from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.models import ModelNames
+from mlx_kv.server.handler import ModelNames
 from mlx_kv.server.output import ChatOutputParser, Delta
 from mlx_kv.server.requests import MAX_LOGGED, UnknownFields
 

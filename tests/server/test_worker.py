@@ -14,8 +14,8 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, PromptStore
-from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.models import Models, WorkerSettings
+from mlx_kv.server.output import Job, OutputChunk
+from mlx_kv.server.rows import Models, WorkerSettings
 from mlx_kv.server.worker import Worker
 
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]

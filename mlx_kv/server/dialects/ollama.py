@@ -14,9 +14,8 @@ from starlette.responses import Response
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
 from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
-from mlx_kv.server.handler import ParsedRequest
+from mlx_kv.server.handler import DEFAULT, ModelNames, ParsedRequest
 from mlx_kv.server.json_http import ApiError, JsonResponse, json_bytes, read_body
-from mlx_kv.server.models import DEFAULT, ModelNames
 from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
 from mlx_kv.server.requests import MAX_TOKENS, Body, FieldError, RequestRules, Text, UnknownFields
 from mlx_kv.server.worker import Worker
