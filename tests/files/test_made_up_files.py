@@ -207,14 +207,13 @@ def changed_eviction(told: list[Any], field: int, value: Any) -> list[Any]:
     [
         (0, 7, None),  # nobody knows how long its heads are
         (2, 7, None),
-        (3, 7, None),
         (0, 8, "uniform"),  # its heads are of one length
         (0, 1, "layer"),
         (0, 2, 2),  # a third layer, of two
         (0, 8, [[2.0, 1.0], [4.0, 0.2]]),  # its mean is not 1
         (0, 8, [[1.0, 1.0], [1.0, -1.0]]),
         (0, 8, "of the moon"),
-        (3, 1, "head"),
+        (2, 1, "layer"),
     ],
 )
 def test_heads_of_other_lengths_are_refused(allocated: int, field: int, value: Any, tmp_path: Path) -> None:
