@@ -12,16 +12,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_kv.cache.row_classes import Groups
+from mlx_kv.cache.row_classes import RowClasses
 from mlx_kv.mlxlm.attention import HOOK, AttentionCall
 
-Rule = Callable[[tuple[int, ...], Groups, Groups, int], Groups]
+Rule = Callable[[tuple[int, ...], RowClasses, RowClasses, int], RowClasses]
 
 
 def anywhere(seed: int) -> Rule:
     """A rule that puts rows anywhere, into up to three classes, the same in layers that stand alike."""
 
-    def settled(needs: tuple[int, ...], held: Groups, coming: Groups, least_saved: int) -> Groups:
+    def settled(needs: tuple[int, ...], held: RowClasses, coming: RowClasses, min_saving: int) -> RowClasses:
         drawn = random.Random(repr((needs, held, coming, seed)))
         if drawn.random() < 0.3:
             return tuple(sorted((*held, *coming)))

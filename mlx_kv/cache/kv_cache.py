@@ -193,7 +193,7 @@ class KVCache:
         if self.evictor is None:
             return make_mask(self._plan_for(self.rows, N), window_size, return_array)
         # The next update compacts what is due. The rows after it follow from integers, except in layers whose lengths
-        # may differ: these replace this mask (`OwnMasks`). Only a window depends on which tokens are
+        # may differ: these replace this mask (`LayerMasks`). Only a window depends on which tokens are
         # left: then the compaction comes first.
         if window_size is not None:
             self.rows = self.evictor.compact_if_due(self.rows)

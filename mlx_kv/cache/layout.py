@@ -25,6 +25,12 @@ L = TypeVar("L")
 class Row(NamedTuple):
     """Where one sequence stands.
 
+    The integers add up: of the `offset` tokens read, an average head has `shared` in segments and `end - extra_slots`
+    in its slots; the others are `evicted`. So offset = shared + (end - extra_slots) + evicted. The longest head of the
+    layer, which the buffers are as long as, has a token in each of the `end` slots. For example, after 100 tokens of
+    which the first 10 are in a segment, two heads that hold 30 and 50 in their slots: end = 50, so start = -50;
+    extra_slots = 50 - 40 = 10; evicted = 100 - 10 - 40 = 50.
+
     Attributes:
         start: slot minus position of the tokens in order: 0 at first, lowered by evictions, after which it holds from
             the cut on (`Budget.cut_of`).

@@ -23,24 +23,25 @@ from mlx_kv.cache.state import cut_chain
 # --- which rows are in one buffer -------------------------------------------------------------------------------------
 
 
-MOST_CLASSES = (
-    4  # each costs calls; lengths from 1 to any number that are spread evenly need 1.25 times their slots then
-)
-# Slots that classes hold over those that their rows need: new ones are made to stay below the first, and stay as they
-# are up to the second. Between them nothing moves, so nothing flips.
-MADE, KEPT = 1.25, 1.5
+# Each costs calls; lengths from 1 to any number that are spread evenly need 1.25 times their slots then.
+MOST_CLASSES = 4
+# Slots of classes, padding included, over those that their rows need: new classes stay below the first, and classes
+# remain as they are up to the second. Between them nothing moves, so nothing flips.
+TARGET_PADDING, MAX_PADDING = 1.25, 1.5
 
-Group = tuple[int, ...]  # rows, in rising order
-Groups = tuple[Group, ...]
+RowClass = tuple[int, ...]  # rows of one buffer, in rising order
+RowClasses = tuple[RowClass, ...]
 
 
-def held_slots(groups: Groups, needs: Sequence[int]) -> int:
-    """Slots of all rows together, when each has those of the longest of its group."""
-    return sum(len(group) * max(needs[row] for row in group) for group in groups)
+def padded_slots(classes: RowClasses, needed_slots: Sequence[int]) -> int:
+    """Slots of all rows together, each padded to the longest of its class."""
+    return sum(len(rows) * max(needed_slots[row] for row in rows) for rows in classes)
 
 
 @lru_cache(maxsize=16)
-def assign_classes(needed_slots: tuple[int, ...], current: Groups, joining: Groups, min_saving: int) -> Groups:
+def assign_classes(
+    needed_slots: tuple[int, ...], current: RowClasses, joining: RowClasses, min_saving: int
+) -> RowClasses:
     """The classes of all rows, some of which come anew: with as few changes of those that there are as is good enough.
 
     Layers that stand alike ask for the same one after the other; it is worked out once.
@@ -51,28 +52,28 @@ def assign_classes(needed_slots: tuple[int, ...], current: Groups, joining: Grou
         joining: rows that come, and with whom.
         min_saving: slots that one class more has to save.
     """
-    fresh = _made_anew(needed_slots, min_saving)
-    most = max(KEPT * sum(needed_slots), held_slots(fresh, needed_slots) + 2 * min_saving)
-    for groups in (_each_where_it_fits(needed_slots, current, joining), tuple(sorted((*current, *joining)))):
-        if len(groups) <= len(fresh) and held_slots(groups, needed_slots) <= most:
-            return groups
-    return fresh
+    fewest = _fewest_classes(needed_slots, min_saving)
+    limit = max(MAX_PADDING * sum(needed_slots), padded_slots(fewest, needed_slots) + 2 * min_saving)
+    for classes in (_join_where_it_fits(needed_slots, current, joining), tuple(sorted((*current, *joining)))):
+        if len(classes) <= len(fewest) and padded_slots(classes, needed_slots) <= limit:
+            return classes
+    return fewest
 
 
-def _each_where_it_fits(needs: Sequence[int], held: Groups, coming: Groups) -> Groups:
-    """Each row that comes in the smallest class that has room for it, and those that none has room for in a new one."""
-    groups = [(max(needs[row] for row in group), list(group)) for group in held]
-    alone: list[int] = []
-    for row in (row for group in coming for row in group):
-        fits = [(size, group) for size, group in groups if size >= needs[row]]
-        (min(fits)[1] if fits else alone).append(row)
-    return tuple(sorted(tuple(sorted(group)) for group in (*(group for _, group in groups), alone) if group))
+def _join_where_it_fits(needed_slots: Sequence[int], current: RowClasses, joining: RowClasses) -> RowClasses:
+    """Each row that joins in the smallest class with room for it, and those that none has room for in a new one."""
+    classes = [(max(needed_slots[row] for row in rows), list(rows)) for rows in current]
+    new_class: list[int] = []
+    for row in (row for rows in joining for row in rows):
+        large_enough = [(size, rows) for size, rows in classes if size >= needed_slots[row]]
+        (min(large_enough)[1] if large_enough else new_class).append(row)
+    return tuple(sorted(tuple(sorted(rows)) for rows in (*(rows for _, rows in classes), new_class) if rows))
 
 
-def _made_anew(needs: Sequence[int], least_saved: int) -> Groups:
-    """The fewest classes that are good enough."""
-    sizes = sorted(set(needs))
-    counts = [needs.count(size) for size in sizes]
+def _fewest_classes(needed_slots: Sequence[int], min_saving: int) -> RowClasses:
+    """The fewest classes of all rows that are good enough, whatever classes there are."""
+    sizes = sorted(set(needed_slots))
+    counts = [needed_slots.count(size) for size in sizes]
     # By how many of the sizes they serve: the fewest slots that so many classes can hold, and the sizes of these.
     best: list[tuple[int, tuple[int, ...]]] = [
         (sum(counts[:n]) * sizes[n - 1], (sizes[n - 1],)) if n else (0, ()) for n in range(len(sizes) + 1)
@@ -84,18 +85,18 @@ def _made_anew(needs: Sequence[int], least_saved: int) -> Groups:
                 (best[cut][0] + sum(counts[cut:n]) * sizes[n - 1], (*best[cut][1], sizes[n - 1])) for cut in range(n)
             ]
             one_more.append(min(cuts))
-        if best[-1][0] <= MADE * sum(needs) or best[-1][0] - one_more[-1][0] < least_saved:
+        if best[-1][0] <= TARGET_PADDING * sum(needed_slots) or best[-1][0] - one_more[-1][0] < min_saving:
             break
         best = one_more
-    groups: dict[int, list[int]] = {size: [] for size in best[-1][1]}
-    for row, need in enumerate(needs):
-        groups[min(size for size in groups if size >= need)].append(row)
-    return tuple(sorted(map(tuple, groups.values())))
+    classes: dict[int, list[int]] = {size: [] for size in best[-1][1]}
+    for row, need in enumerate(needed_slots):
+        classes[min(size for size in classes if size >= need)].append(row)
+    return tuple(sorted(map(tuple, classes.values())))
 
 
 # --- the caches of a batch --------------------------------------------------------------------------------------------
 
-# The caches of a batch, which rows each has (`Parts`), and how rows move between them as `rule` decides.
+# The caches of a batch, which rows each has (`Parts`), and how rows move between them as `assign_classes` decides.
 #
 # Rows that stay together stay in place: only caches that rows leave or join are made anew. B rows.
 
@@ -104,107 +105,106 @@ def _made_anew(needs: Sequence[int], least_saved: int) -> Groups:
 # step. On a CPU that is the time in which attention reads a thousand slots or two. A GPU reads more of them meanwhile:
 # on an H200, with 8 KV heads of 128, 30,000 saved slots cost time and 120,000 gain some (docs/performance.md). GPUs of
 # Macs have a tenth of its bandwidth, so the number for them is lower; it was not measured.
-LEAST_SAVED = {mx.DeviceType.cpu: 2**11, mx.DeviceType.gpu: 100_000 if mx.cuda.is_available() else 2**14}
+MIN_SAVING = {mx.DeviceType.cpu: 2**11, mx.DeviceType.gpu: 100_000 if mx.cuda.is_available() else 2**14}
 
 
-class Moved:
-    """The parts of a batch after a move.
+class Regrouping:
+    """The parts of a batch after its rows changed classes.
 
     Attributes:
-        passing: to be held until all layers of the batch have moved, which is before its next step. Layers of one
-            sequence find one another by what they are copies of (`LayerGroup`), and rows that moved were copied twice:
-            these are of the copies between.
+        interim_groups: layer groups of interim copies. A row that moves is copied twice: out of its part (the interim
+            copy), and into the next. Layers of one sequence find one another by what they are copies of (`LayerGroup`),
+            which is a weak reference; so these must live until all layers of the batch have moved, which is before its
+            next step.
     """
 
-    def __init__(self, parts: Sequence[Part], groups: Groups, held: int) -> None:
+    def __init__(self, parts: Sequence[Part], classes: RowClasses, current: int) -> None:
         """
         Args:
             parts: with every row once.
-            groups: which rows are to be together.
-            held: so many of the parts are the batch's own; the others come, and are copied.
+            classes: which rows are to be together.
+            current: the number of parts that are in the batch; those after them join it, and are copied.
         """
-        self.passing: list[object] = []
-        made = [self._made(parts, set(group), parts[:held]) for group in groups]
-        if len(made) == 1:  # it is asked as if it stood there alone: its rows are those of the batch, in their order
-            cache, rows, _ = made[0]
+        self.interim_groups: list[object] = []
+        merged = [self._merge(parts, set(rows), parts[:current]) for rows in classes]
+        if len(merged) == 1:  # it serves the model alone: its rows are those of the batch, in their order
+            cache, rows, _ = merged[0]
             cache.filter(sorted(range(len(rows)), key=rows.__getitem__))
-            made = [part_of(cache, range(len(rows)))]
-        self.parts = Parts(made)
+            merged = [part_of(cache, range(len(rows)))]
+        self.parts = Parts(merged)
 
-    def _made(self, parts: Sequence[Part], group: set[int], own: Sequence[Part]) -> Part:
-        for part in own:
-            if set(part.rows) == group:
+    def _merge(self, parts: Sequence[Part], rows: set[int], current: Sequence[Part]) -> Part:
+        """The part of one class: a current one in place if it has these rows, else a copy."""
+        for part in current:
+            if set(part.rows) == rows:
                 return part
-        chosen = [(part, [index for index, row in enumerate(part.rows) if row in group]) for part in parts]
-        pieces = [self._piece(part.cache, indices) for part, indices in chosen if indices]
-        return part_of(KVCache.merge(pieces), [part.rows[index] for part, indices in chosen for index in indices])
-
-    def _piece(self, cache: KVCache, chosen: list[int]) -> KVCache:
-        if len(chosen) == len(cache.rows):
-            return cache
-        piece = cache.select(chosen)
-        if piece.evictor is not None:
-            self.passing.extend(piece.evictor.metadata.groups)
-        return piece
+        chosen = [(part, [index for index, row in enumerate(part.rows) if row in rows]) for part in parts]
+        caches = []
+        for part, indices in chosen:
+            if indices:
+                cache = part.cache if len(indices) == len(part.rows) else part.cache.select(indices)
+                if cache is not part.cache and cache.evictor is not None:
+                    self.interim_groups.extend(cache.evictor.metadata.groups)
+                caches.append(cache)
+        return part_of(KVCache.merge(caches), [part.rows[index] for part, indices in chosen for index in indices])
 
 
-def moved_to_classes(parts: Sequence[Part], held: int, lengths: Sequence[int] | None = None) -> Moved:
-    """Every row in its class.
+def regroup(parts: Sequence[Part], current: int, lengths: Sequence[int] | None = None) -> Regrouping:
+    """Puts every row into its class.
 
     Args:
-        parts, held: as of `Moved`.
+        parts, current: as of `Regrouping`.
         lengths: tokens that come next, of each row of the batch.
     """
-    together = Parts(parts)
-    groups = [tuple(sorted(part.rows)) for part in parts]
-    needs = _needs(together, lengths)
-    return Moved(parts, assign_classes(needs, tuple(groups[:held]), tuple(groups[held:]), least_saved()), held)
+    needed_slots, classes = _needed_slots(Parts(parts), lengths), tuple([tuple(sorted(part.rows)) for part in parts])
+    assigned = assign_classes(needed_slots, classes[:current], classes[current:], min_saving())
+    return Regrouping(parts, assigned, current)
 
 
-def moved_to_share(parts: Sequence[Part], chains: Sequence[Chain], held: int, compacting: bool) -> Moved:
-    """Every row in its class, after each reads as many tokens from segments as it may and as pays.
+def regroup_to_share(parts: Sequence[Part], chains: Sequence[Chain], current: int, compacting: bool) -> Regrouping:
+    """Puts every row into its class, after each reads as many tokens from segments as it may and as pays.
 
     Args:
-        parts: with every row once; the first `held` of them are the batch's own.
+        parts, current: as of `Regrouping`.
         chains: of each row.
         compacting: as of `sharable`.
     """
     if not any(chains):
-        return moved_to_classes(parts, held)
-    rows = {row: (cache, own) for cache, rows, _ in parts for row, own in zip(rows, cache.rows, strict=True)}
+        return regroup(parts, current)
+    rows = {row: (cache, stand) for cache, rows, _ in parts for row, stand in zip(rows, cache.rows, strict=True)}
     now = [rows[row][1].shared for row in range(len(rows))]
     usable = [cut_chain(chain, sharable(*rows[row], compacting)) for row, chain in enumerate(chains)]
-    wanted = shared_tokens(usable, now, least_saved())
-    stay, changed, kept = list[Part](), list[Part](), 0
+    targets = shared_tokens(usable, now, min_saving())
+    stay, changed, unchanged = list[Part](), list[Part](), 0
     for number, part in enumerate(parts):
-        staying = [index for index, row in enumerate(part.rows) if wanted[row] == now[row]]
+        staying = [index for index, row in enumerate(part.rows) if targets[row] == now[row]]
         for index in sorted(set(range(len(part.rows))) - set(staying)):
             row, single = part.rows[index], part.cache.select([index])
-            read_from(chains[row], single, wanted[row])
+            read_from(chains[row], single, targets[row])
             changed.append(part_of(single, [row]))
         if staying and len(staying) < len(part.rows):
             part = part_of(part.cache.select(staying), [part.rows[index] for index in staying])
             changed.append(part)
         elif staying:
             stay.append(part)
-            kept += number < held
-    moved = moved_to_classes([*stay, *changed], kept)
+            unchanged += number < current
+    regrouping = regroup([*stay, *changed], unchanged)
     for cache, _, _ in changed:
         if cache.evictor is not None:
-            moved.passing.extend(cache.evictor.metadata.groups)
-    return moved
+            regrouping.interim_groups.extend(cache.evictor.metadata.groups)
+    return regrouping
 
 
-def moved_where_they_grow(parts: Parts, new: int) -> Parts:
+def regroup_growing(parts: Parts, new: int) -> Parts:
     """The parts before a write of `new` tokens: rows that outgrow their class move on alone, where that is worth it.
 
     For rows that grow without end (`room_in`).
     """
-    needs = list(_needs(parts))
+    needs = list(_needed_slots(parts))
     staying, growing = [], []
     for cache, rows, _ in parts:
         capacity = cache.capacity
-        ends = {row: own.end + new for row, own in zip(rows, cache.rows, strict=True)}
+        ends = {row: stand.end + new for row, stand in zip(rows, cache.rows, strict=True)}
         beyond = [row for row in sorted(rows) if ends[row] > capacity]
         announced = dict(zip(rows, cache.announced, strict=True))
         for row in beyond:
@@ -215,12 +215,10 @@ def moved_where_they_grow(parts: Parts, new: int) -> Parts:
             staying.append(tuple([row for row in sorted(rows) if row not in beyond]))
         else:  # a class that grows as it is
             staying.append(tuple(beyond))
-    as_it_is = assign_classes(tuple(needs), parts.groups, (), least_saved())
-    if not growing or as_it_is == parts.groups:
+    if not growing or assign_classes(tuple(needs), parts.classes, (), min_saving()) == parts.classes:
         return parts
-    return Moved(
-        tuple(parts), assign_classes(tuple(needs), tuple(staying), tuple(growing), least_saved()), len(parts)
-    ).parts
+    classes = assign_classes(tuple(needs), tuple(staying), tuple(growing), min_saving())
+    return Regrouping(tuple(parts), classes, len(parts)).parts
 
 
 def room_in(parts: Parts) -> int:
@@ -246,7 +244,7 @@ def tokens_before_eviction(parts: Parts) -> int:
     return min(left)
 
 
-def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...]:
+def _needed_slots(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...]:
     """Slots of each row, as far as it is known what will come."""
     needs = []
     for number, (cache, index) in enumerate(parts.places):
@@ -257,9 +255,9 @@ def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...
     return tuple(needs)
 
 
-def least_saved() -> int:
+def min_saving() -> int:
     """Slots that one class more has to save."""
-    return LEAST_SAVED[mx.default_device().type]
+    return MIN_SAVING[mx.default_device().type]
 
 
 class Part(NamedTuple):
@@ -271,7 +269,7 @@ class Part(NamedTuple):
     """
 
     cache: KVCache
-    rows: Group
+    rows: RowClass
     take: slice | mx.array
 
 
@@ -311,15 +309,15 @@ class Parts:
         return tuple([part.cache for part in self._parts])
 
     @property
-    def groups(self) -> Groups:
+    def classes(self) -> RowClasses:
         """The rows of each, in rising order."""
         return tuple(sorted([tuple(sorted(part.rows)) for part in self._parts]))
 
     @cached_property
     def places(self) -> list[tuple[KVCache, int]]:
         """Of each row of the batch, its cache and which row of that it is."""
-        found = {row: (part.cache, index) for part in self._parts for index, row in enumerate(part.rows)}
-        return [found[row] for row in range(self.rows)]
+        by_row = {row: (part.cache, index) for part in self._parts for index, row in enumerate(part.rows)}
+        return [by_row[row] for row in range(self.rows)]
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """(B, ...) of one array for each part, in the order of the batch."""

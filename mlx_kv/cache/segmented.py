@@ -25,13 +25,13 @@ from mlx_kv.cache.layout import Layout
 from mlx_kv.cache.mask import Mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.row_classes import (
-    Moved,
     Part,
     Parts,
-    moved_to_classes,
-    moved_to_share,
-    moved_where_they_grow,
+    Regrouping,
     part_of,
+    regroup,
+    regroup_growing,
+    regroup_to_share,
     room_in,
     tokens_before_eviction,
 )
@@ -74,13 +74,13 @@ class DeferredMask:
                 can be seen of them.
         """
         if cache.evictor is not None and self._window is not None:  # then integers alone do not say
-            return self._made_by(cache)
+            return self._mask_of(cache)
         key = number, cache.layout, cache.rows, cache.lengths
         if key not in self._known:
-            self._known[key] = self._made_by(cache)
+            self._known[key] = self._mask_of(cache)
         return self._known[key]
 
-    def _made_by(self, cache: KVCache) -> Mask:
+    def _mask_of(self, cache: KVCache) -> Mask:
         return cache.make_mask(self._new, self._return_array, self._window)
 
 
@@ -99,19 +99,19 @@ class Reading:
 
     def attend(self, queries: mx.array, scale: float) -> Partial:
         """Attention of the rows that read these segments, of queries (B, Hq, S, D)."""
-        own = queries[self._take]
-        rows, query_heads, new, dim = own.shape
-        together = own.swapaxes(0, 1).reshape(1, query_heads, -1, dim)  # one row of more queries: (1, Hq, R * S, D)
+        queries = queries[self._take]
+        rows, query_heads, new, dim = queries.shape
+        together = queries.swapaxes(0, 1).reshape(1, query_heads, -1, dim)  # one row of more queries: (1, Hq, R * S, D)
         apart = on_cpu() and rows * new > MOST_JOINED
-        found, first = list[Partial](), 0
+        partials, first = list[Partial](), 0
         for segments in [[segment] for segment in self._segments] if apart else [self._segments]:
-            each, lengths = [one.operands(rows * new) for one in segments], [one.tokens for one in segments]
-            keys, values = (Joined.of([own[i] for own in each], lengths) for i in range(2))
+            pairs, lengths = [one.operands(rows * new) for one in segments], [one.tokens for one in segments]
+            keys, values = (Joined.of([pair[i] for pair in pairs], lengths) for i in range(2))
             last = min(first + sum(lengths), self._slots)
             mask = self._mask(new, first, last)
-            found.append(attend_partly(together, keys, values, scale, mask, slots=last - first))
+            partials.append(attend_partly(together, keys, values, scale, mask, slots=last - first))
             first = last
-        return Partial(*(x.reshape(query_heads, rows, new, -1).swapaxes(0, 1) for x in combined(found)))
+        return Partial(*(x.reshape(query_heads, rows, new, -1).swapaxes(0, 1) for x in combined(partials)))
 
     def _mask(self, new: int, first: int, last: int) -> mx.array | None:
         """Which of the slots [first, last) each query sees, (1, 1, R S, last - first); None if all see all."""
@@ -183,14 +183,14 @@ def attend(
             continue
         if readings:
             cache.ungroup()  # heads by length can only be attended to alone
-        made = mask.of(number, cache)
+        layer_mask = mask.of(number, cache)
         read, read_values = cache.update_and_fetch(keys[take], values[take])
-        own = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=made)
+        part_call = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=layer_mask)
         if readings:
-            partials.append((rows, attend_tails(cache, own)))
+            partials.append((rows, attend_tails(cache, part_call)))
         else:
             hook = cache.attention_hook
-            outputs.append(own.forward() if hook is None else hook.attend(own))
+            outputs.append(part_call.forward() if hook is None else hook.attend(part_call))
     if not readings:
         return parts.joined(outputs)
     partials += [(reading.rows, reading.attend(call.queries, call.scale)) for reading in readings]
@@ -241,17 +241,17 @@ class SegmentedCache:
 
     @classmethod
     def _of(cls, parts: Sequence[Part], chains: Sequence[Chain]) -> Self:
-        made = cls.__new__(cls)
-        made._begin(parts, chains)
-        return made
+        cache = cls.__new__(cls)
+        cache._begin(parts, chains)
+        return cache
 
     def _begin(self, parts: Sequence[Part], chains: Sequence[Chain]) -> None:
         self._chains = list(chains)  # of each row of the batch
-        self._put(Parts(parts))
-        self._passing: list[object] = []
+        self._set_parts(Parts(parts))
+        self._interim_groups: list[object] = []
         self._pending: tuple[mx.array, mx.array] | None = None
 
-    def _put(self, parts: Parts) -> None:
+    def _set_parts(self, parts: Parts) -> None:
         self._parts = parts
         # The cache that serves the model alone, if there is one.
         self._only = parts.first if len(parts) == 1 and not any(self._chains) else None
@@ -278,7 +278,7 @@ class SegmentedCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for the next N tokens; of several caches what they will make it of, a `DeferredMask`."""
-        self._pending, self._passing = None, []
+        self._pending, self._interim_groups = None, []
         if self._only is not None:
             return self._only.make_mask(N, return_array, window_size)
         return DeferredMask(N, return_array, window_size)
@@ -295,7 +295,7 @@ class SegmentedCache:
             return
         self._before_eviction = tokens_before_eviction(self._parts)
         if self._before_eviction <= 0 or compacting:
-            self._share_anew(tuple(self._parts), len(self._parts), compacting)
+            self._update_sharing(tuple(self._parts), len(self._parts), compacting)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row; of several caches when they are attended to, which comes next.
@@ -310,8 +310,8 @@ class SegmentedCache:
             ValueError: another number of rows, or with one cache what `KVCache.update_and_fetch` refuses; the cache is
                 then as it was. With several, they refuse it in `attend`.
         """
-        if self._passing:
-            self._passing = []
+        if self._interim_groups:
+            self._interim_groups = []
         if self._only is not None:
             return self._only.update_and_fetch(keys, values)
         if keys.shape[0] != self._parts.rows:
@@ -344,7 +344,7 @@ class SegmentedCache:
         if self._room < new:
             self._room = room_in(self._parts)
             if self._room < new:
-                self._put(moved_where_they_grow(self._parts, new))
+                self._set_parts(regroup_growing(self._parts, new))
                 self._room = new  # where a class grows it is asked again
         self._room -= new
 
@@ -359,9 +359,9 @@ class SegmentedCache:
         """
         if not caches:
             raise ValueError("got no cache to merge: give at least one")
-        made = cls._of((), ())
-        made._join(caches)
-        return made
+        batch = cls._of((), ())
+        batch._join(caches)
+        return batch
 
     def extend(self, other: SegmentedCache) -> None:
         """Adds copies of another's rows after its own. Rows of classes that none of them joins stay in place."""
@@ -369,8 +369,8 @@ class SegmentedCache:
 
     def _join(self, others: Sequence[SegmentedCache]) -> None:
         parts = list(self._parts)
-        held = len(parts)
-        for index, other in enumerate(others, min(held, 1)):
+        current = len(parts)
+        for index, other in enumerate(others, min(current, 1)):
             first = sum(len(part.rows) for part in parts)
             if not isinstance(other, SegmentedCache):
                 raise ValueError(f"cache {index} is a {type(other).__name__}: only caches of one kind can be one batch")
@@ -378,19 +378,19 @@ class SegmentedCache:
                 check_joinable(index, parts[0].cache if parts else cache, cache)
                 parts.append(part_of(cache, [first + row for row in rows]))
         self._chains.extend(chain for other in others for chain in other._chains)
-        self._share_anew(parts, held)
+        self._update_sharing(parts, current)
 
-    def _share_anew(self, parts: Sequence[Part], held: int, compacting: bool = False) -> None:
+    def _update_sharing(self, parts: Sequence[Part], current: int, compacting: bool = False) -> None:
         """Decides anew which tokens rows read from segments, and which rows are together."""
-        moved = moved_to_share(parts, self._chains, held, compacting)
-        for number, (cache, index) in enumerate(moved.parts.places):
+        regrouping = regroup_to_share(parts, self._chains, current, compacting)
+        for number, (cache, index) in enumerate(regrouping.parts.places):
             if not sharable(cache, cache.rows[index], compacting):
                 self._chains[number] = ()  # it will never share these segments again
-        self._settled(moved)
+        self._apply(regrouping)
 
-    def _settled(self, moved: Moved) -> None:
-        self._put(moved.parts)
-        self._passing = [*self._passing, *moved.passing]
+    def _apply(self, regrouping: Regrouping) -> None:
+        self._set_parts(regrouping.parts)
+        self._interim_groups = [*self._interim_groups, *regrouping.interim_groups]
 
     def share(self, index: int, tokens: int) -> None:
         """Makes the first tokens of a row segments, as far as they are not, so that copies of the row can share them.
@@ -426,7 +426,7 @@ class SegmentedCache:
             if kept := [row for row in chosen if row in rows]:
                 cache.filter([rows.index(row) for row in kept])
                 parts.append(part_of(cache, [chosen.index(row) for row in kept]))
-        self._share_anew(parts, len(parts))
+        self._update_sharing(parts, len(parts))
 
     def prepare(
         self,
@@ -438,10 +438,10 @@ class SegmentedCache:
         """Announces padding in the tokens that come."""
         check_padding(self._parts.rows, self.empty(), lengths, left_padding)
         if lengths is not None and all(cache.lengths is None for cache in self.parts):
-            self._settled(moved_to_classes(tuple(self._parts), len(self._parts), lengths))
+            self._apply(regroup(tuple(self._parts), len(self._parts), lengths))
         for cache, rows, _ in self._parts:
-            own, left = ([counts[row] for row in rows] if counts else None for counts in (lengths, left_padding))
-            cache.prepare(lengths=own, left_padding=left)
+            right, left = ([counts[row] for row in rows] if counts else None for counts in (lengths, left_padding))
+            cache.prepare(lengths=right, left_padding=left)
 
     def finalize(self) -> None:
         """Ends what `prepare` announced. Nothing moves."""
@@ -480,16 +480,16 @@ class SegmentedCache:
         counts, rows = whole_numbers(n, self._parts.rows), self._parts.rows
         if len(counts) != rows:
             raise ValueError(f"got {len(counts)} counts to trim by, but this cache has {rows} rows: give one for each")
-        own = [(part.cache, [counts[row] for row in part.rows]) for part in self._parts]
-        for cache, each in sorted(own, key=lambda one: one[0].can_trim(one[1])):
-            cache.trim_per_sequence(each)  # those that cannot come first, and raise
+        trims = [(part.cache, [counts[row] for row in part.rows]) for part in self._parts]
+        for cache, part_counts in sorted(trims, key=lambda trim: trim[0].can_trim(trim[1])):
+            cache.trim_per_sequence(part_counts)  # those that cannot come first, and raise
         if any(self._chains):
             ends = [cache.rows[index].offset for cache, index in self._parts.places]
             self._chains = [cut_chain(chain, end) for chain, end in zip(self._chains, ends, strict=True)]
             self._readings = None
-            stand = [(cache, cache.rows[index]) for cache, index in self._parts.places]
-            if any(row.shared > sharable(data, row) for data, row in stand):
-                self._share_anew(tuple(self._parts), len(self._parts))
+            places = self._parts.places
+            if any(cache.rows[index].shared > sharable(cache, cache.rows[index]) for cache, index in places):
+                self._update_sharing(tuple(self._parts), len(self._parts))
 
     # --- what others read -------------------------------------------------------------------------------------------
 
@@ -565,8 +565,8 @@ class SegmentedCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         parts = [part._replace(cache=copy.deepcopy(part.cache, memo)) for part in self._parts]
-        made = memo[id(self)] = self._of(parts, self._chains)
-        return made
+        result = memo[id(self)] = self._of(parts, self._chains)
+        return result
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, (*self.parts, *self.segments)))})"

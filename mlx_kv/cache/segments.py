@@ -44,16 +44,16 @@ class Segment:
 Chain = tuple[tuple[Segment, int], ...]
 
 
-def shared_tokens(chains: Sequence[Chain], now: Sequence[int], least_saved: int) -> list[int]:
+def shared_tokens(chains: Sequence[Chain], now: Sequence[int], min_saving: int) -> list[int]:
     """How many tokens each row of a batch reads from segments: as many as other rows read, too, where that pays.
 
     Sharing saves the slots that would be read once for each row, and costs a few more calls for each layer and step:
-    `least_saved` slots, or half as many where it is done already, so that it does not flip.
+    `min_saving` slots, or half as many where it is done already, so that it does not flip.
 
     Args:
         chains: of each row.
         now: tokens that each row reads from segments so far.
-        least_saved: slots to save for each run of segments.
+        min_saving: slots to save for each run of segments.
     """
     users: dict[Segment, list[int]] = {}
     for row, chain in enumerate(chains):
@@ -66,7 +66,7 @@ def shared_tokens(chains: Sequence[Chain], now: Sequence[int], least_saved: int)
         read = {segment: tokens for row in rows for segment, tokens in chains[row] if len(users[segment]) > 1}
         saved = sum((len(users[segment]) - 1) * tokens for segment, tokens in read.items())
         runs = len({tuple(users[segment]) for segment in read})
-        least = least_saved * runs / (2 if any(now[row] for row in rows) else 1)
+        least = min_saving * runs / (2 if any(now[row] for row in rows) else 1)
         if len(rows) > 1 and saved >= least:
             for row, count in zip(rows, counts, strict=True):
                 wanted[row] = count

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
-from mlx_kv.cache.row_classes import KEPT
+from mlx_kv.cache.row_classes import MAX_PADDING
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
@@ -113,7 +113,7 @@ class RowPlan:
         if self.class_slots is None or self.memory.instructions is not None:
             return in_one_batch
         bytes_per_slot = self.memory.bytes_per_slot + self.draft.bytes_per_slot
-        in_classes = int(KEPT * sum(self.nbytes(row.slots) for row in rows)) + self.class_slots * bytes_per_slot
+        in_classes = int(MAX_PADDING * sum(self.nbytes(row.slots) for row in rows)) + self.class_slots * bytes_per_slot
         needed = min(in_one_batch, in_classes)
         return min(needed, self._sharing(rows, self.class_slots)) if self._share(rows, self.class_slots) else needed
 
@@ -133,7 +133,7 @@ class RowPlan:
         """
         tails = [round_up(row.slots - row.shared + 1, TAIL_MULTIPLE) for row in rows]
         segments = sum(row.shared - row.first for row in rows)
-        most_tails = min(len(rows) * max(tails), int(KEPT * sum(tails)) + class_slots)
+        most_tails = min(len(rows) * max(tails), int(MAX_PADDING * sum(tails)) + class_slots)
         return (segments + most_tails) * self.memory.bytes_per_slot + 2 * self.nbytes(max(row.slots for row in rows))
 
 

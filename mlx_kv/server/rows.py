@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.row_classes import LEAST_SAVED
+from mlx_kv.cache.row_classes import MIN_SAVING
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.admission import continue_from, shares_up_to
@@ -159,7 +159,7 @@ def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chu
         planner.row(policy, step=1 + drafted, chunk=chunk or 0),
         RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
         drafted,
-        2 * LEAST_SAVED[mx.default_device().type] if in_classes else None,
+        2 * MIN_SAVING[mx.default_device().type] if in_classes else None,
         shares_up_to(make_prompt_cache(models.model, policy)) if shares else 0,
     )
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.cache.row_classes import KEPT, MADE, MOST_CLASSES, Groups, assign_classes, held_slots
+from mlx_kv.cache.row_classes import MAX_PADDING, MOST_CLASSES, TARGET_PADDING, RowClasses, assign_classes, padded_slots
 
 LEAST = 1024
 sizes = st.integers(1, 130).map(lambda steps: 256 * steps)
 needs = st.lists(sizes, min_size=1, max_size=7).map(tuple)
 
 
-def partitions(rows: int) -> Iterator[Groups]:
+def partitions(rows: int) -> Iterator[RowClasses]:
     """All ways to part rows 0, 1, ... into groups."""
     if rows == 0:
         yield ()
@@ -27,10 +27,10 @@ def partitions(rows: int) -> Iterator[Groups]:
 
 
 def fewest(needs: tuple[int, ...], count: int) -> int:
-    return min(held_slots(groups, needs) for groups in partitions(len(needs)) if len(groups) <= count)
+    return min(padded_slots(groups, needs) for groups in partitions(len(needs)) if len(groups) <= count)
 
 
-def is_partition(groups: Groups, rows: int) -> bool:
+def is_partition(groups: RowClasses, rows: int) -> bool:
     return sorted(row for group in groups for row in group) == list(range(rows)) and groups == tuple(sorted(groups))
 
 
@@ -43,10 +43,12 @@ def test_new_classes_are_the_fewest_that_are_good_enough(needs: tuple[int, ...])
     enough = [
         count
         for count in range(1, MOST_CLASSES + 1)
-        if count == MOST_CLASSES or slots[count - 1] <= MADE * sum(needs) or slots[count - 1] - slots[count] < LEAST
+        if count == MOST_CLASSES
+        or slots[count - 1] <= TARGET_PADDING * sum(needs)
+        or slots[count - 1] - slots[count] < LEAST
     ]
     assert len(groups) <= enough[0]
-    assert held_slots(groups, needs) <= max(KEPT * sum(needs), slots[enough[0] - 1] + 2 * LEAST)
+    assert padded_slots(groups, needs) <= max(MAX_PADDING * sum(needs), slots[enough[0] - 1] + 2 * LEAST)
 
 
 @given(needs, st.integers(0, 200), st.data())
@@ -74,7 +76,7 @@ def test_rows_that_come_leave_other_classes_alone(there: tuple[int, ...], like: 
         joined[min(size for size in joined if size >= everyone[row])].append(row)
     fitted = tuple(sorted(map(tuple, joined.values())))
     anew = assign_classes(everyone, (), tuple((row,) for row in range(len(everyone))), LEAST)
-    if len(held) <= len(anew) and held_slots(fitted, everyone) <= KEPT * sum(everyone):
+    if len(held) <= len(anew) and padded_slots(fitted, everyone) <= MAX_PADDING * sum(everyone):
         assert groups == fitted
 
 
@@ -82,7 +84,7 @@ def test_one_long_row_among_fifteen_short_ones() -> None:
     needs = (768,) * 7 + (32_256,) + (768,) * 8
     groups = assign_classes(needs, (), tuple((row,) for row in range(16)), LEAST)
     assert groups == ((*range(7), *range(8, 16)), (7,))
-    assert held_slots(groups, needs) == sum(needs)
+    assert padded_slots(groups, needs) == sum(needs)
     # Another short one joins the short ones, and a long one the long one; alone it would be one class for all.
     assert assign_classes((*needs, 512), groups, ((16,),), LEAST) == ((*range(7), *range(8, 17)), (7,))
     assert assign_classes((*needs, 30_720), groups, ((16,),), LEAST) == ((*range(7), *range(8, 16)), (7, 16))

@@ -20,7 +20,7 @@ DIM = 32
 
 @pytest.fixture(autouse=True)
 def _little_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(row_classes.LEAST_SAVED, mx.default_device().type, 256)
+    monkeypatch.setitem(row_classes.MIN_SAVING, mx.default_device().type, 256)
 
 
 def random(*shape: int) -> mx.array:

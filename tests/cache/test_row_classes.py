@@ -52,20 +52,20 @@ def rows_stay_shuffled(self: Parts, outputs: Any) -> Any:
     return mx.concatenate(list(outputs))
 
 
-def forgets_copies_between(self: SegmentedCache, moved: row_classes.Moved) -> None:
-    self._put(moved.parts)
+def forgets_copies_between(self: SegmentedCache, moved: row_classes.Regrouping) -> None:
+    self._set_parts(moved.parts)
 
 
 def one_mask_for_all(self: DeferredMask, number: int, cache: KVCache) -> Any:
     known = self._known
-    return known.setdefault("all", None if known else self._made_by(cache))
+    return known.setdefault("all", None if known else self._mask_of(cache))
 
 
 BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
 FULL = Kind(CachePolicy())
 PLANTED = {
     "rows come back in another order": (Parts, "joined", rows_stay_shuffled, FULL),
-    "layers of a sequence lose one another": (SegmentedCache, "_settled", forgets_copies_between, BUDGET),
+    "layers of a sequence lose one another": (SegmentedCache, "_apply", forgets_copies_between, BUDGET),
     "one mask serves all classes": (DeferredMask, "of", one_mask_for_all, FULL),
 }
 

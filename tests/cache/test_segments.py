@@ -20,7 +20,7 @@ from mlx_kv.cache import attention, row_classes, segmented
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.cache.segments import Chain, can_share, read_from, segment_of, sharable
 
-RULE, LEAST_SAVED, ON_CPU = row_classes.assign_classes, row_classes.least_saved, attention.on_cpu
+RULE, MIN_SAVING, ON_CPU = row_classes.assign_classes, row_classes.min_saving, attention.on_cpu
 MOST_JOINED = segmented.MOST_JOINED
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
@@ -42,7 +42,7 @@ class SharingBatches(Batches):
     )
     def begin(self, kind: Kind, rows: int, seed: int, period: int, tokens: int, cuts: list[float], more: int) -> None:
         row_classes.assign_classes = anywhere(seed)  # type: ignore[assignment]
-        row_classes.least_saved = lambda: seed % 30
+        row_classes.min_saving = lambda: seed % 30
         attention.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
         segmented.MOST_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
         super().begin(kind, 1, seed, period)
@@ -91,7 +91,7 @@ class SharingBatches(Batches):
             assert cache.nbytes == tails + sum(part.nbytes for part in cache.segments)
 
     def teardown(self) -> None:
-        row_classes.assign_classes, row_classes.least_saved, attention.on_cpu = RULE, LEAST_SAVED, ON_CPU
+        row_classes.assign_classes, row_classes.min_saving, attention.on_cpu = RULE, MIN_SAVING, ON_CPU
         segmented.MOST_JOINED = MOST_JOINED
         super().teardown()
 
@@ -106,7 +106,7 @@ TestSharingBatches = pytest.mark.slow(SharingBatches.TestCase)
 
 def shared_pair(policy: CachePolicy, tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SegmentedCache, KVCache]:
     """Two rows that share all that they may of so many tokens, and one of them alone."""
-    monkeypatch.setattr(row_classes, "least_saved", lambda: 1)
+    monkeypatch.setattr(row_classes, "min_saving", lambda: 1)
     alone = policy.make_cache(policy.layout(None))
     alone.carry(object())
     alone.update_and_fetch(*(mx.random.normal((1, HEADS, tokens, DIM)) for _ in range(2)))

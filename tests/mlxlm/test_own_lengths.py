@@ -12,7 +12,7 @@ import pytest
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens, LayerMasks
 from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -220,9 +220,9 @@ def none(gap: int) -> int:
 def test_a_dead_slot_that_is_read_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive"))
-    watched, right = Watched(caches), OwnMasks.of
+    watched, right = Watched(caches), LayerMasks.of
 
-    def wrong(self: OwnMasks, call: Any, rows: Any, counts: Any, kept: KeptTokens) -> Any:
+    def wrong(self: LayerMasks, call: Any, rows: Any, counts: Any, kept: KeptTokens) -> Any:
         if kept.dead is not None:
             gaps = [[broken(gap) for gap in row] for row in kept.dead.tolist()]
             kept = kept._replace(dead=mx.array(gaps, mx.int32))
@@ -230,6 +230,6 @@ def test_a_dead_slot_that_is_read_is_caught(broken: Any, monkeypatch: pytest.Mon
 
     with attention_hooked(model, watched.caches, watched):
         model(ids(1, 20), cache=caches)
-        monkeypatch.setattr(OwnMasks, "of", wrong)
+        monkeypatch.setattr(LayerMasks, "of", wrong)
         with pytest.raises(AssertionError):
             model(ids(1, 1), cache=caches)

@@ -29,7 +29,7 @@ from mlx_kv.cache.buffers import Buffers, move_slots
 from mlx_kv.cache.checks import Count
 from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of, uneven_heads
 from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens, LayerMasks
 from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
 from mlx_kv.cache.eviction.scoring import Observation, ObservedState, Scoring, SecondPass, SecondPassShares
 from mlx_kv.cache.layout import Budget, Row
@@ -88,7 +88,7 @@ class Evictor:
         self.paused = False
         self._owner: Callable[[], Owner | None] = lambda: None
         self._step: CompactionStep | None = None  # the next compaction, with its scores, while it is valid
-        self._masks = OwnMasks(layout)
+        self._masks = LayerMasks(layout)
         self.second_pass: SecondPass | None = None
 
     def belong_to(self, owner: Owner) -> None:

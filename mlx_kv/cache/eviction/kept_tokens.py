@@ -109,7 +109,7 @@ def joined_rows(own: mx.array | None, rows: int, theirs: mx.array | None, more: 
     return mx.concatenate(parts)
 
 
-class OwnMasks:
+class LayerMasks:
     """Masks of a layer that holds another number of tokens than others, or whose heads do.
 
     mlx-lm requests one mask for all layers, from one of them. Each such layer replaces it by its own.
@@ -122,7 +122,7 @@ class OwnMasks:
         self._layout = layout
         self._alive: mx.array | None = None  # (B, heads, 1, slots), computed for:
         self._alive_of: tuple[object, ...] = ()
-        self._unasked = 0  # full updates since a mask was last requested here
+        self._updates_without_mask = 0  # full updates since a mask was last requested here
 
     def of(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None, kept: KeptTokens) -> Mask:
         """The mask of a call of attention after an update: None, "causal", (S, K), (B, 1, S, K) or (B, Hq, S, K).
@@ -132,7 +132,7 @@ class OwnMasks:
         Args:
             rows, counts: as of `Evictor.attend`.
         """
-        self._unasked = 0
+        self._updates_without_mask = 0
         new = call.queries.shape[2]
         stored = (new,) * len(rows) if counts is None else counts
         before = tuple([row._replace(offset=row.offset - n) for row, n in zip(rows, stored, strict=True)])
@@ -169,8 +169,8 @@ class OwnMasks:
         Args:
             due: whether the update evicts.
         """
-        self._unasked += 1
-        if due and self._unasked > 1:
+        self._updates_without_mask += 1
+        if due and self._updates_without_mask > 1:
             raise ValueError(
                 "layers or heads of different lengths each need a mask of their own, and none was requested: use the "
                 "caches of mlx_kv.make_prompt_cache(model, policy), or open an AttentionPatch(model) around the model"
