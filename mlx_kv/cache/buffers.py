@@ -226,10 +226,6 @@ class SlotBuffer:
         codec = self.codec if head is None else of_head(self.codec, head)
         return codec.decode(planes, self.dtype)
 
-    def as_stored(self, x: mx.array) -> mx.array:
-        """A tensor (B, H, S, D) after encoding and decoding."""
-        return self.decode(self.codec.encode(x))
-
     def recode(self, codec: Codec) -> None:
         """Re-encodes every slot with another codec; the capacity stays.
 
@@ -253,7 +249,7 @@ def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.arr
         [0 if position < 0 else plan.layout.slot(row, position) for position in seen]
         for row, seen in zip(plan.distinct, live, strict=True)
     ]
-    parts = [buffer.as_stored(new) for buffer, new in zip(buffers, tensors, strict=True)]
+    parts = [buffer.decode(buffer.codec.encode(new)) for buffer, new in zip(buffers, tensors, strict=True)]
     if live[0]:
         stored = [buffer.decode(buffer.take(slots)) for buffer in buffers]
         parts = [mx.concatenate([old, new], axis=2) for old, new in zip(stored, parts, strict=True)]

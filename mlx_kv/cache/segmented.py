@@ -332,13 +332,10 @@ class SegmentedCache:
         (keys, values), self._pending = self._pending, None
         self._make_room(keys.shape[2])
         self._before_eviction -= keys.shape[2]
-        return attend(call, self._parts, self._find_readings(), mask, keys, values)
-
-    def _find_readings(self) -> list[Reading]:
         if self._readings is None:
             shared = [cache.rows[index].shared for cache, index in self._parts.places]
             self._readings = readings_of(self._chains, shared)
-        return self._readings
+        return attend(call, self._parts, self._readings, mask, keys, values)
 
     def _make_room(self, new: int) -> None:
         if self._room < new:

@@ -6,7 +6,8 @@ n tokens of a segment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 
 from mlx_kv.cache.attention import Operand, operand_of
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
@@ -62,7 +63,8 @@ def shared_tokens(chains: Sequence[Chain], now: Sequence[int], min_saving: int) 
     wanted = [0] * len(chains)
     for first in {chain[0][0] for chain in chains if chain}:  # rows that begin alike
         rows = users[first]
-        counts = [_leading(chains[row], users) for row in rows]
+        shared = [itertools.takewhile(lambda link: len(users[link[0]]) > 1, chains[row]) for row in rows]
+        counts = [sum(tokens for _, tokens in links) for links in shared]
         read = {segment: tokens for row in rows for segment, tokens in chains[row] if len(users[segment]) > 1}
         saved = sum((len(users[segment]) - 1) * tokens for segment, tokens in read.items())
         runs = len({tuple(users[segment]) for segment in read})
@@ -71,16 +73,6 @@ def shared_tokens(chains: Sequence[Chain], now: Sequence[int], min_saving: int) 
             for row, count in zip(rows, counts, strict=True):
                 wanted[row] = count
     return wanted
-
-
-def _leading(chain: Chain, users: Mapping[Segment, Sequence[int]]) -> int:
-    """The first tokens of a chain that several rows have."""
-    count = 0
-    for segment, tokens in chain:
-        if len(users[segment]) < 2:
-            break
-        count += tokens
-    return count
 
 
 def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:

@@ -501,7 +501,12 @@ def _describe_own(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dic
             for row, used in enumerate(live):
                 arrays[f"{name}.{which}.{index}.{row}"] = plane[row, :, :used]  # (H, n, width)
         planes[which] = len(tensor or ())
-    affine = affine_of(view.codecs)
+    affine, growth = affine_of(view.codecs), view.growth
+    rules = (
+        {"rule": name, "settings": dataclasses.asdict(growth)}
+        for name, rule in GROWTH_RULES.items()
+        if type(growth) is rule
+    )
     own_state = [
         [_short_row(row) for row in view.rows],
         state.ranges,
@@ -519,7 +524,7 @@ def _describe_own(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dic
         "live": live,
         "capacity": cache.capacity,
         "state": _named(own_state, f"{name}.state", arrays),
-        "growth": _growth_rule(view.growth),
+        "growth": next(rules, None),
         "reserve": view.reserved,
         "lengths": view.lengths,
     }
@@ -549,13 +554,6 @@ def _short_eviction(state: EvictorState) -> list[Any]:
     while defaults and defaults[-1]:
         defaults.pop()
     return list(state)[: len(EvictorState._fields) - 4 + len(defaults)]
-
-
-def _growth_rule(growth: Growth) -> dict[str, Any] | None:
-    for name, rule in GROWTH_RULES.items():
-        if type(growth) is rule:
-            return {"rule": name, "settings": dataclasses.asdict(growth)}
-    return None
 
 
 def _named(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:

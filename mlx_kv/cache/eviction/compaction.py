@@ -110,7 +110,9 @@ class CompactionStep:
         self.scoring.check_finite(scores)
         alive = self._alive(index, scores.shape[0])
         tokens = evictable_of(self._layout, self.rows[index], scores, self._positions(index), alive)
-        return self.plan_without(index, tokens, self._lowest(index, tokens))
+        plan = uneven_plan(self._layout, self.rows[index], tokens, self._lowest(index, tokens), alive)
+        mx.eval(plan.moves, plan.dead)
+        return plan
 
     def plan_of_scores(self, index: int, scores: mx.array) -> RowPlan:
         """What one row evicts if it evicts the tokens of the lowest scores.
@@ -125,17 +127,6 @@ class CompactionStep:
         moves = eviction_moves(self._layout, self.rows[index], scores, self._positions(index))
         mx.eval(moves)
         return RowPlan(moves)
-
-    def plan_without(self, index: int, tokens: Evictable, gone: mx.array) -> RowPlan:
-        """What one row moves if some tokens are evicted; heads may then hold different numbers of tokens.
-
-        Args:
-            gone: (H', m) of bool, which of the evictable slots.
-        """
-        alive = self._alive(index, gone.shape[0])
-        plan = uneven_plan(self._layout, self.rows[index], tokens, gone, alive)
-        mx.eval(plan.moves, plan.dead)
-        return plan
 
     def _lowest(self, index: int, tokens: Evictable) -> mx.array:
         """Which evictable tokens are evicted if this layer decides alone, (H', m)."""

@@ -173,7 +173,9 @@ class Evictor:
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
         """Drops all rows but the chosen, which stand at `rows`."""
         self._forget()
-        self.metadata = self.metadata.of_rows(chosen).without_evicted(rows)
+        self.metadata = self.metadata.of_rows(chosen)
+        if all(row.evicted <= 0 for row in rows):
+            self.metadata = self.metadata._replace(kept=KeptTokens())
         self.metadata.kept.compute()
         if self.observation is not None:
             self.observation = self.observation.of_rows(chosen).compute()
@@ -502,10 +504,6 @@ class RowMetadata(NamedTuple):
         kept = self.kept.joined(rows, other.kept, more)
         return RowMetadata((*self.groups, *copies), self.work + other.work, kept, reread)
 
-    def with_group(self, old: LayerGroup, new: LayerGroup) -> RowMetadata:
-        """The same rows, of which one belongs to another group."""
-        return self._replace(groups=tuple([new if group is old else group for group in self.groups]))
-
     # --- tokens that come and go ------------------------------------------------------------------------------------
 
     def compacted(self, due: Sequence[int], kept: KeptTokens, moved: int, seconds: float) -> RowMetadata:
@@ -537,10 +535,6 @@ class RowMetadata(NamedTuple):
         pairs = zip(self.reread, rows, strict=True)
         reread = tuple([own and own.between(layout.ordered_from(row), row.offset) for own, row in pairs])
         return self._replace(reread=reread if any(reread) else ())
-
-    def without_evicted(self, rows: Sequence[Row]) -> RowMetadata:
-        """The same rows, without `kept` where none of them has evicted anything."""
-        return self._replace(kept=KeptTokens()) if all(row.evicted <= 0 for row in rows) else self
 
 
 # --- the layers of one sequence ---------------------------------------------------------------------------------------
@@ -653,7 +647,8 @@ class LayerGroup:
             for other, copied in together.items():
                 del taken._members[other]
                 group.join(other, copied)
-                copied.metadata = copied.metadata.with_group(taken, group)
+                groups = tuple([group if each is taken else each for each in copied.metadata.groups])
+                copied.metadata = copied.metadata._replace(groups=groups)
         group.join(layer, member)
         together[layer] = member
         if memo is not None:
