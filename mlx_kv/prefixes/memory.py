@@ -257,14 +257,16 @@ class StripCut:
         return ArrayBlock(tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)))
 
 
-def kept_bytes(caches: Sequence[Any]) -> int:
-    """Bytes of caches in memory that share nothing."""
-    return sum(_kept_bytes(cache) if is_ours(cache) else cache.nbytes for cache in leaves(caches))
-
-
-def _kept_bytes(cache: KVCache) -> int:
-    view, known = cache.view, 0 if cache.evictor is None else cache.evictor.nbytes
-    return known + view.used * len(view.rows) * view.bytes_per_slot
+def _entry_bytes(caches: Sequence[Any]) -> int:
+    """Bytes of an entry with these caches that shares nothing."""
+    total = 0
+    for cache in leaves(caches):
+        if is_ours(cache):
+            total += cache.view.used * len(cache.view.rows) * cache.view.bytes_per_slot
+            total += 0 if cache.evictor is None else cache.evictor.nbytes
+        else:
+            total += cache.nbytes
+    return total
 
 
 def _empty(planes: Sequence[mx.array]) -> list[mx.array]:
@@ -348,7 +350,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             Whether there is a new entry.
         """
         caches = cache_list("caches", caches)
-        plain = self._entry(tokens, caches, kept_bytes(caches))
+        plain = self._entry(tokens, caches, _entry_bytes(caches))
         if plain is None:
             return False
         now, covering = time.monotonic(), self._table.covering(plain)

@@ -77,9 +77,11 @@ class PromptReader:
                 raise TypeError(f"store is {shown(store)}: give a PromptMemory, a PromptStore, or None")
             store.bind(lambda: _fingerprint(model, caches))
             found = store.find(self.tokens)
-        if found is not None and (there := cache_format(found[0])) != (wanted := cache_format(caches)):
+        if found is not None and (stored := cache_format(found[0])) != (expected := cache_format(caches)):
+            pairs = zip_longest(stored.split("; "), expected.split("; "), fillvalue="no such layer")
+            difference = next(f"{one}, not {other}" for one, other in pairs if one != other)
             raise ValueError(
-                f"the store has this prompt in caches of another policy ({_first_difference(there, wanted)}): "
+                f"the store has this prompt in caches of another policy ({difference}): "
                 "give it a fingerprint that includes the policy, or none"
             )
         if found is not None and _scores(found[0]) != _scores(caches):  # all lambdas have the same name
@@ -93,50 +95,43 @@ class PromptReader:
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
         self._checkpoints = needs_checkpoints(self.caches)
-        self._twice: TwoPassPrefill | None = None
+        self._two_pass: TwoPassPrefill | None = None
         if needs_second_pass(self.caches) and not self.done:
             rest = self.tokens[self.read : -1]
-            self._twice = TwoPassPrefill(model, self.caches, [rest], self.step_size, instructions)
+            self._two_pass = TwoPassPrefill(model, self.caches, [rest], self.step_size, instructions)
 
     @property
     def done(self) -> bool:
-        return self.read >= len(self.tokens) - 1 and (self._twice is None or self._twice.done)
+        return self.read >= len(self.tokens) - 1 and (self._two_pass is None or self._two_pass.done)
 
     def step(self) -> int:
         """Reads the next chunk, and returns its number of tokens.
 
         Caches that can't always be trimmed back to every prefix are also kept on the way, others at the end only.
         """
-        if self._twice is not None:
-            return self._step_twice(self._twice)
-        chunk = self.tokens[self.read : chunk_end(self.read, len(self.tokens), self.step_size)]
-        if chunk:
+        start = self.read
+        if (two_pass := self._two_pass) is not None:
+            read_before = two_pass.read
+            two_pass.step()
+            self.read += two_pass.read - read_before
+            if self.done:
+                compact(self.caches)
+        elif chunk := self.tokens[start : chunk_end(start, len(self.tokens), self.step_size)]:
             read_chunk(self.model, self.caches, [chunk])
             self.read += len(chunk)
-            if self.store is not None and self._worth_keeping():
-                self.store.keep(self.tokens[: self.read], self.caches)
-                self._kept = self.read
-        return len(chunk)
-
-    def _step_twice(self, reading: TwoPassPrefill) -> int:
-        before = reading.read
-        reading.step()
-        self.read += reading.read - before
-        if self.done:
-            compact(self.caches)
-            if self.store is not None:
-                self.store.keep(self.tokens[: self.read], self.caches)
-        return reading.read - before
+        else:
+            return 0
+        # Also while every prefix can still be restored: after the next chunk this may no longer be so.
+        is_far = self._checkpoints and (self.read - self._kept) * MAX_CHECKPOINTS >= len(self.tokens)
+        if self.store is not None and (self.done or (is_far and two_pass is None)):
+            self.store.keep(self.tokens[: self.read], self.caches)
+            self._kept = self.read
+        return self.read - start
 
     def close(self) -> None:
         """Stops reading: caches that evict at the end of a prompt no longer wait for the rest."""
-        if self._twice is not None:
-            self._twice.close()
-
-    def _worth_keeping(self) -> bool:
-        # Also while every prefix can still be restored: after the next chunk this may no longer be so.
-        far = (self.read - self._kept) * MAX_CHECKPOINTS >= len(self.tokens)
-        return self.done or (far and self._checkpoints)
+        if self._two_pass is not None:
+            self._two_pass.close()
 
     def finish(self) -> list[Any]:
         """Reads the rest of the prompt, and returns the caches."""
@@ -155,11 +150,6 @@ def _fingerprint(model: object, caches: Sequence[Any]) -> str:
 
 def _scores(caches: Sequence[Any]) -> list[object]:
     return [None if cache.evictor is None else cache.evictor.score.function for cache in attention_caches(caches)]
-
-
-def _first_difference(there: str, wanted: str) -> str:
-    pairs = zip_longest(there.split("; "), wanted.split("; "), fillvalue="no such layer")
-    return next(f"{one}, not {other}" for one, other in pairs if one != other)
 
 
 # --- what caches can replace each other -------------------------------------------------------------------------------

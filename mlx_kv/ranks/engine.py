@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.ranks.communicator import checksum
-from mlx_kv.ranks.group import RankGroup
+from mlx_kv.ranks.group import RankGroup, checksum
 from mlx_kv.ranks.link import RanksError
 
 MakeEngine = Callable[[Communicator], Engine]

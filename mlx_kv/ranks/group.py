@@ -13,22 +13,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, NoReturn, Self, TypeVar, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_kv.communicator import CacheCommunicator, Communicator, Steps
 from mlx_kv.generation.statistics import CacheStatistics
 from mlx_kv.mlxlm.traverse import leaves
-from mlx_kv.ranks.communicator import RankCommunicator
+from mlx_kv.ranks.communicator import cache_communicator_of
 from mlx_kv.ranks.environment import Launch, is_loopback, launched
 from mlx_kv.ranks.link import (
     ALIKE,
@@ -46,6 +48,8 @@ from mlx_kv.ranks.link import (
     connect,
 )
 from mlx_kv.ranks.splitting import Split
+
+T = TypeVar("T")
 
 # --- how ranks find each other ----------------------------------------------------------------------------------------
 
@@ -105,7 +109,12 @@ def announced(raw: mx.distributed.Group, launch: Launch, address: str | None, se
     salt, reception, announcement = secrets.token_bytes(16), None, b""
     if raw.rank() == 0:
         try:
-            host = _listening_address(launch, address, secret)
+            host = address or launch.leader
+            if host is None:
+                raise ValueError("the address of the leader is unknown: give --link-address")
+            if not is_loopback(host) and not secret:
+                problem = f"the leader listens on {host}, where others could connect"
+                raise ValueError(f"{problem}: give all ranks the same secret (--secret-file)")
             reception = Reception(host, _key(salt, secret))
             content = {"host": host, "port": reception.port, "salt": salt.hex()}
         except ValueError as error:
@@ -117,22 +126,6 @@ def announced(raw: mx.distributed.Group, launch: Launch, address: str | None, se
     if "error" in where:
         raise ValueError(where["error"])
     return Meeting(where["host"], where["port"], _key(bytes.fromhex(where["salt"]), secret), reception)
-
-
-def _listening_address(launch: Launch, address: str | None, secret: str | bytes | None) -> str:
-    """The address at which the leader listens.
-
-    Raises:
-        ValueError: it is unknown, or other machines could connect and there is no secret.
-    """
-    host = address or launch.leader
-    if host is None:
-        raise ValueError("the address of the leader is unknown: give --link-address")
-    if not is_loopback(host) and not secret:
-        raise ValueError(
-            f"the leader listens on {host}, where others could connect: give all ranks the same secret (--secret-file)"
-        )
-    return host
 
 
 def _key(salt: bytes, secret: str | bytes | None) -> bytes:
@@ -205,18 +198,22 @@ SAMPLE_BYTES = 2**16  # of the start, the middle and the end of a file; smaller 
 MODEL_FILES = {".json", ".safetensors", ".jinja", ".txt", ".model"}  # suffixes of the files that mlx-lm reads
 
 
-class RankGroup(RankCommunicator):
+class RankGroup(Communicator):
     """All ranks of one run, on one of them. As a context manager it is closed at the end.
 
+    It is their `Communicator`: tokens go by MLX's collectives, at most one for each pass of the model besides the
+    model's own, and all else over the link.
+
     Attributes:
+        rank: the number of this rank; 0 is the leader.
         raw: MLX's own group, for collectives, all of which must run on mlx-lm's `generation_stream`.
         split: the part of the model that each rank has: some heads of every layer, or some layers; None while unknown.
         link: a `Leader` on rank 0, a `Follower` on any other rank.
     """
 
     def __init__(self, raw: mx.distributed.Group, split: Split | None, link: Leader | Follower, step: float) -> None:
-        super().__init__(raw, link)
-        self.split, self.size = split, raw.size()
+        self.raw, self.link, self.rank, self.size = raw, link, raw.rank(), raw.size()
+        self.split = split
         self._watchdog = Watchdog(link.break_up, step)
 
     @property
@@ -235,6 +232,100 @@ class RankGroup(RankCommunicator):
         """The link of any other rank."""
         assert isinstance(self.link, Follower), "rank 0 leads"
         return self.link
+
+    # --- as a communicator ------------------------------------------------------------------------------------------
+
+    @property
+    def distributed(self) -> bool:
+        return True
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def for_caches(self, model: nn.Module) -> CacheCommunicator:
+        return cache_communicator_of(model)
+
+    def broadcast(self, make: Callable[[], T]) -> T:
+        if isinstance(self.link, Leader):
+            try:
+                value = make()
+                self.link.tell("value", value)
+            except RanksError:
+                raise
+            except Exception as error:  # of a drafter, or of anything else that the leader alone has
+                self.link.tell("refused", str(error) or type(error).__name__)
+                raise
+            return value
+        kind, content = self._next("value", "refused")
+        if kind == "refused":
+            raise ValueError(content)
+        received: T = content
+        return received
+
+    def all_min(self, values: Sequence[int]) -> list[int]:
+        every = self.gathered([int(value) for value in values])
+        if len({len(each) for each in every}) > 1:
+            self.abort("it was asked something else than others")
+        return [min(each) for each in zip(*every, strict=True)]
+
+    def all_reduce_sum(self, x: mx.array) -> mx.array:
+        return mx.distributed.all_sum(x, group=self.raw)
+
+    def sync_steps(self, steps: Steps[T], key: Callable[[T], object]) -> Steps[T]:
+        seen = 0
+        while True:
+            if not self._begins(seen):
+                return
+            try:
+                with self.watch():
+                    result = next(steps)
+            except StopIteration:  # on all ranks at once
+                return
+            seen = checksum(key(result))
+            try:
+                yield result
+            except GeneratorExit:
+                if self.leads:
+                    self._end()
+                while not self.leads and self._begins(seen) and (more := next(steps, None)) is not None:
+                    seen = checksum(key(more))
+                raise
+
+    def _begins(self, seen: int) -> bool:
+        """Whether all ranks take another step: the leader does so by calling this.
+
+        Args:
+            seen: a checksum of the last step's result, which must be the leader's.
+        """
+        if isinstance(self.link, Leader):
+            self.link.tell("on", seen)
+            return True
+        kind, content = self._next("on", "end")
+        if kind == "on" and content != seen:
+            self.abort("it has generated other tokens than the leader")
+        return bool(kind == "on")
+
+    def _end(self) -> None:
+        """On the leader: no rank takes another step."""
+        self.leader.tell("end", None)
+
+    def abort(self, why: str) -> NoReturn:
+        """Ends all ranks, since this one no longer does what the leader does: collectives would not match."""
+        reason = f"rank {self.rank} is out of step: {why}"
+        self.link.break_up(reason)
+        raise RanksError(reason)
+
+    def _next(self, *kinds: str) -> list[Any]:
+        assert isinstance(self.link, Follower)
+        message = self.link.next()
+        if message is None:
+            raise RanksError("the leader has ended")
+        if message[0] not in kinds:
+            self.abort(f"the leader says {message[0]!r} where it waits for {' or '.join(map(repr, kinds))}")
+        return message
+
+    # --- comparing, and ending --------------------------------------------------------------------------------------
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of ranks. All ranks must call this, with values that JSON can express.
@@ -265,10 +356,9 @@ class RankGroup(RankCommunicator):
             for name in [*first, *(name for name in other if name not in first)]:
                 expected, value = first.get(name), other.get(name)
                 if value != expected:
-                    raise ValueError(
-                        f"rank {rank} has another {name.replace('_', ' ')} than rank 0 "
-                        f"({_short(value)}, not {_short(expected)}): {ALIKE}"
-                    )
+                    texts = ["none" if each is None else str(each) for each in (value, expected)]
+                    short = ", not ".join(text if len(text) <= 60 else f"{text[:57]}…" for text in texts)
+                    raise ValueError(f"rank {rank} has another {name.replace('_', ' ')} than rank 0 ({short}): {ALIKE}")
 
     def watch(self, step: str = "a step") -> contextlib.AbstractContextManager[None]:
         """Limits the time of a step: the group ends with a message if it takes far longer than any before it."""
@@ -339,9 +429,9 @@ def _message(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+def checksum(value: object) -> int:
+    """Of plain values, the same in every process."""
+    return zlib.crc32(repr(value).encode())
 
 
 def join_ranks(
@@ -385,25 +475,15 @@ def join_ranks(
         meeting = announced(raw, launch, address, secret)
     link = linked(raw, meeting, join_seconds, gone)
     group = RankGroup(raw, split, link, step_seconds)
-    with _closed_on_error(group):
-        group.compare(**_versions(), **(settings or {}), split=split)
-    atexit.register(group._exit)
-    return group
-
-
-def _versions() -> dict[str, str]:
-    """The versions that results and control messages depend on, and the kind of device: a CPU rounds differently."""
-    installed = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
-    return {**installed, "kind of device": mx.default_device().type.name}
-
-
-@contextlib.contextmanager
-def _closed_on_error(group: RankGroup) -> Iterator[None]:
+    # Results and control messages depend on versions, and a CPU rounds differently.
+    versions = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
     try:
-        yield
+        group.compare(**versions, **{"kind of device": mx.default_device().type.name}, **(settings or {}), split=split)
     except BaseException as error:
         group.close(_exit_code(error), _message(error))
         raise
+    atexit.register(group._exit)
+    return group
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:

@@ -7,7 +7,6 @@ A frame is a JSON list:
 
     ["tell", ...]             the leader's messages, for all followers
     ["answer", value]         a follower's answer, for which the leader waits
-    ["report", value]         a follower's message that nothing waits for
     ["bye", code, reason]     this rank ends; code 0 without a reason is a normal end, which waits for pending messages
     ["broken", reason, code]  the group is broken
 
@@ -215,7 +214,6 @@ START_AGAIN, ALIKE = "start all ranks again", "start all ranks alike"
 _END = object()  # in an inbox: no more messages will come
 
 Gone = Callable[[str], None]
-OnReport = Callable[[Any], None]
 
 
 class RanksError(RuntimeError):
@@ -353,18 +351,12 @@ class Link:
             self._check_open()
         return message
 
-    def _on_report(self, value: Any) -> None:
-        """Called with each report of a follower."""
-
     def _read(self, rank: int, channel: Channel) -> None:
         name = f"rank {rank}" if rank else "the leader"
         try:
             while (frame := channel.read())[0] not in ("bye", "broken"):
                 kind, *content = frame
-                if kind == "report":
-                    self._on_report(content[0])
-                else:
-                    self._inboxes[rank].put(content if kind == "tell" else content[0])
+                self._inboxes[rank].put(content if kind == "tell" else content[0])
             if frame[0] == "broken":
                 self.break_up(*frame[1:])
                 return
@@ -397,7 +389,6 @@ class Leader(Link):
     farewell = 5.0
 
     def __init__(self, channels: Mapping[int, Channel], gone: Gone | None = None) -> None:
-        self._listeners: list[OnReport] = []
         self._ended: int | None = None  # a rank that has ended normally
         self.frames = 0
         super().__init__(channels, gone)
@@ -427,18 +418,10 @@ class Leader(Link):
                 raise RanksError(f"rank {rank} is gone: {START_AGAIN}")
         return found
 
-    def listen(self, on_report: OnReport) -> None:
-        """Adds a callback for the reports of followers, which is called in threads of the link."""
-        self._listeners.append(on_report)
-
     def _check_all(self) -> None:
         if self._ended is not None:
             self.break_up(f"rank {self._ended} has ended before the leader: {START_AGAIN}")
         self._check_open()
-
-    def _on_report(self, value: Any) -> None:
-        for listener in self._listeners:
-            listener(value)
 
     def _has_ended(self, rank: int) -> None:
         self._ended = rank  # an error only if the leader needs it again
@@ -474,10 +457,6 @@ class Follower(Link):
         """
         self._check_open()
         self._send(["answer", value])
-
-    def report(self, value: Any) -> None:
-        """Sends the result of work in another thread, which the leader does not wait for."""
-        self._send(["report", value])
 
 
 # --- ranks that hang --------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from tiny_models import make_model
 
 from mlx_kv.communicator import LocalCommunicator
 from mlx_kv.ranks import engine as rank_engine
-from mlx_kv.ranks.communicator import RankCommunicator
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
@@ -85,7 +84,7 @@ def test_a_rank_that_fails_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-class Recorded(RankCommunicator):
+class Recorded(RankGroup):
     """The leader, which records the messages of its steps, or a rank that follows them."""
 
     def __init__(self, messages: list[Any], leads: bool) -> None:
