@@ -74,18 +74,14 @@ class DecodeBatch:
         if self._drafts:
             self._empty = with_checkpoints(self._empty, *self._limits)
             mark_last(model, self._empty)
-            self._check_rollback()
-
-    def _check_rollback(self) -> None:
-        """Raises ValueError if a layer cannot take back tokens."""
-        probe = self.make_caches()
-        here = any(isinstance(cache.view.layout, Budget) for cache in attention_caches(probe))
-        self._evicts, elsewhere, fixed = self._communicator.all_any(here, not here, not can_trim(probe, 0))
-        self._gathers = self._evicts and elsewhere  # layers that evict and layers that don't are not together
-        if fixed:
-            kinds = ", ".join(sorted({type(cache).__name__ for cache in leaves(probe) if not can_trim([cache], 0)}))
-            kinds = kinds or "a layer of another rank"
-            raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
+            probe = self.make_caches()
+            here = any(isinstance(cache.view.layout, Budget) for cache in attention_caches(probe))
+            self._evicts, elsewhere, fixed = communicator.all_any(here, not here, not can_trim(probe, 0))
+            self._gathers = self._evicts and elsewhere  # layers that evict and layers that don't are not together
+            if fixed:
+                kinds = {type(cache).__name__ for cache in leaves(probe) if not can_trim([cache], 0)}
+                subject = ", ".join(sorted(kinds)) or "a layer of another rank"
+                raise ValueError(f"{subject} cannot take back tokens: generate without a draft model")
 
     @property
     def step_size(self) -> int:

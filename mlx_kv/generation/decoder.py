@@ -122,12 +122,18 @@ class Decoder:
             return
         self._flush()
         texts = [[*row.before, *row.tokens] for row in sequences]
-        samplers = [self._sampler_of(row) for row in sequences]
+        samplers = [row.sampler for row in sequences]
+        if self.drafter is not None:  # a draft guesses by the random keys of the places that it guesses
+            samplers = [SeededSampler(s, None, 0) if isinstance(s, TemperatureSampler) else s for s in samplers]
         contexts = [RowContext(row.processors, text) for row, text in zip(sequences, texts, strict=True)]
         first: list[list[Emitted]] = [[] for _ in sequences]
         if self.drafter is None and self.target.caches and unread(caches):
             # A batch holds zeros for missing recurrent state, from which some layers do not begin: a pass without it.
-            first = self._first_tokens(sequences, caches, samplers, contexts)
+            announce(caches, [1] * len(sequences))
+            logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]
+            logprobs = normalized(RowContexts(contexts).after(logits, []))
+            tokens: Any = self._communicator.leader_tokens(draw(samplers, logprobs)).tolist()
+            first = _to_emitted([[token] for token in tokens], logprobs[:, None])
             self._known = [[] for _ in self.samplers] if self._known is None else self._known
         pending = [got[-1].token if got else row.tokens[-1] for got, row in zip(first, sequences, strict=True)]
         self.target.join(caches, [[token] for token in pending])
@@ -142,26 +148,6 @@ class Decoder:
         self._contexts.join(contexts)
         if self._known is not None:
             self._known += first
-
-    def _first_tokens(
-        self,
-        sequences: Sequence[TokenSequence],
-        caches: list[Any],
-        samplers: Sequence[Sampler | None],
-        contexts: Sequence[RowContext],
-    ) -> list[list[Emitted]]:
-        """One token of each new row, by a pass over the last tokens of their prompts."""
-        announce(caches, [1] * len(sequences))
-        logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]
-        logprobs = normalized(RowContexts(contexts).after(logits, []))
-        tokens: Any = self._communicator.leader_tokens(draw(samplers, logprobs)).tolist()
-        return _to_emitted([[token] for token in tokens], logprobs[:, None])
-
-    def _sampler_of(self, sequence: TokenSequence) -> Sampler | None:
-        """A draft guesses by the random keys of the places that it guesses."""
-        if self.drafter is not None and isinstance(sequence.sampler, TemperatureSampler):
-            return SeededSampler(sequence.sampler, None, 0)
-        return sequence.sampler
 
     def keep(self, rows: Sequence[int]) -> None:
         """Removes all other rows."""
@@ -267,33 +253,27 @@ class Decoder:
     def _plan(self, most: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
         """What is drafted for each row, whether a pass verifies it, and if not, whether the next one begins before.
 
+        No pass verifies where one is on its way. A drafter whose proposals cost nothing is called in any case. Where a
+        budget evicts, no pass goes beyond the next compaction: what is kept then, and so the text, does not depend on
+        how many tokens were drafted.
+
         Args:
             most: tokens that there is use for.
             room, waiting: of the model's rows.
         """
-        drafted, wanted = self._propose(room, waiting, choice)
-        verifies = self._ahead is None and (wanted or self.pace.fixed)
-        return drafted if verifies else [[] for _ in drafted], verifies, most > 1 and not wanted and not waiting
-
-    def _propose(self, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool]:
-        """What is drafted for each row, and whether a pass is to verify it: it cannot, where one is on its way.
-
-        A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
-        compaction: what is kept then, and so the text, does not depend on how many tokens were drafted.
-        """
         assert self.drafter is not None
-        most = max(room)
         if not self.drafter.proposals_cost:
-            proposed = [row[:count] for row, count in zip(self._draft(most, choice), room, strict=True)]
-            length = self.pace.choose(most, waiting, [len(row) for row in proposed])
+            proposed = [row[:count] for row, count in zip(self._draft(max(room), choice), room, strict=True)]
+            length = self.pace.choose(max(room), waiting, [len(row) for row in proposed])
             if length == 0 or self._ahead is not None:
                 self.pace.add_unused(proposed)
             drafted = [row[:length] for row in proposed]
         else:
-            length = self.pace.choose(most, waiting)
+            length = self.pace.choose(max(room), waiting)
             drafted = self._draft(length if self._ahead is None else 0, choice)
             drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
-        return drafted, length > 0
+        verifies = self._ahead is None and (length > 0 or self.pace.fixed)
+        return drafted if verifies else [[] for _ in drafted], verifies, most > 1 and length == 0 and not waiting
 
     def _advance(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array]:
         """The next token of each row, and log-probabilities (B, 1, V), by a pass that was launched a round ago, or now.

@@ -162,8 +162,12 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
     text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
     if is_lark(constraint):
         return str(matcher.grammar_from_lark(text))
+    name = "begin"  # for a rule named `start`, which is what the library calls the `root`
+    while name in text:
+        name += "-again"
+    text = GBNF_START.sub(lambda match: name if match[0] == "start" else match[0], text)
     try:
-        return str(import_llguidance().grammar_from("grammar", _without_start(text)))
+        return str(import_llguidance().grammar_from("grammar", text))
     except (ValueError, RecursionError) as error:
         raise GrammarError(error_message(error, constraint)) from None
 
@@ -171,14 +175,6 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
 def is_lark(constraint: Constraint) -> bool:
     """Whether it is a grammar in the manner of Lark."""
     return constraint.kind == "grammar" and LARK_START.search(constraint.text) is not None
-
-
-def _without_start(text: str) -> str:
-    """A grammar of llama.cpp without a rule named `start`, which is what the library calls its `root`."""
-    name = "begin"
-    while name in text:
-        name += "-again"
-    return GBNF_START.sub(lambda match: name if match[0] == "start" else match[0], text)
 
 
 def _enforced(schema: Any, lenient: bool) -> str:
@@ -289,9 +285,9 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
-        self._compile = lru_cache(MAX_CACHED)(self._compile_new)
+        self.compile = lru_cache(MAX_CACHED)(self._compile)
 
-    def compile(self, constraint: Constraint, marks: CallMarks | None = None) -> Grammar:
+    def _compile(self, constraint: Constraint, marks: CallMarks | None = None) -> Grammar:
         """The grammar of a constraint.
 
         Args:
@@ -300,9 +296,6 @@ class GrammarCompiler:
         Raises:
             GrammarError: the library, or the tokenizer, refuses it.
         """
-        return self._compile(constraint, marks)
-
-    def _compile_new(self, constraint: Constraint, marks: CallMarks | None) -> Grammar:
         source = grammar_source(constraint, marks)
         library, ends = import_llguidance(), sorted(self._tokenizer.eos_token_ids)
         if self._vocabulary is None:

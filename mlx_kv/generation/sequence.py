@@ -174,27 +174,19 @@ def scored(drawn: Iterable[tuple[mx.array, int, int | None]]) -> list[TokenScore
 
     All are worked out at once, and waited for once.
     """
-    given = list(drawn)
-    found = iter(_scores([(logprobs, token, count) for logprobs, token, count in given if count is not None]))
-    return [None if count is None else next(found) for _, _, count in given]
-
-
-def _scores(drawn: list[tuple[mx.array, int, int]]) -> list[TokenScore]:
-    if not drawn:
-        return []
-    tokens, counts = [token for _, token, _ in drawn], [count for _, _, count in drawn]
-    rows = mx.stack([logprobs for logprobs, _, _ in drawn]).astype(mx.float32)  # (n, V)
-    own: Any = mx.take_along_axis(rows, mx.array(tokens)[:, None], axis=1)[:, 0]
-    most = min(max(counts), rows.shape[1])
-    if most == 0:
-        return [TokenScore(float(value)) for value in own.tolist()]
-    places = mx.argpartition(-rows, kth=most - 1, axis=1)[:, :most]  # (n, most)
-    values = mx.take_along_axis(rows, places, axis=1)
-    order = mx.argsort(-values, axis=1)
-    ids, likeliest = mx.take_along_axis(places, order, axis=1), mx.take_along_axis(values, order, axis=1)
-    mx.eval(own, ids, likeliest)
-    read: list[Any] = [own.tolist(), ids.tolist(), likeliest.tolist()]
-    return [
-        TokenScore(value, tuple(zip(which[:count], top[:count], strict=True)))
-        for value, which, top, count in zip(*read, counts, strict=True)
-    ]
+    rows, scores = list(drawn), dict[int, TokenScore]()
+    if counts := {row: count for row, (_, _, count) in enumerate(rows) if count is not None}:
+        logprobs = mx.stack([rows[row][0] for row in counts]).astype(mx.float32)  # (n, V)
+        tokens = mx.array([rows[row][1] for row in counts])
+        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+        ids = likeliest = mx.zeros((len(counts), 0))
+        if top := min(max(counts.values()), logprobs.shape[1]):
+            places = mx.argpartition(-logprobs, kth=top - 1, axis=1)[:, :top]  # (n, top)
+            values = mx.take_along_axis(logprobs, places, axis=1)
+            order = mx.argsort(-values, axis=1)
+            ids, likeliest = mx.take_along_axis(places, order, axis=1), mx.take_along_axis(values, order, axis=1)
+        mx.eval(chosen, ids, likeliest)
+        numbers: list[Any] = [chosen.tolist(), ids.tolist(), likeliest.tolist()]
+        for (row, count), value, which, best in zip(counts.items(), *numbers, strict=True):
+            scores[row] = TokenScore(value, tuple(zip(which[:count], best[:count], strict=True)))
+    return [scores.get(row) for row in range(len(rows))]

@@ -141,7 +141,12 @@ class ModelDrafter(Drafter):
     def __init__(self, context: DrafterContext) -> None:
         if context.draft_model is None:
             raise ValueError("the drafter model drafts with a model of its own: give a draft_model")
-        check_vocabulary(context)
+        # Both models must have the same tokens. The draft's graph is built for one token, and not evaluated.
+        if (size := context.draft_model(mx.array([[0]])).shape[-1]) != context.vocabulary:
+            raise ValueError(
+                f"the draft model has a vocabulary of {size:,} tokens, the model one of {context.vocabulary:,}: "
+                "choose a draft model with the same tokenizer"
+            )
         # It reads all drafts but the last one by one, and goes back to before any of them.
         self._rows = DecodeBatch(context.draft_model, CachePolicy(), context.draft_tokens, context.draft_tokens - 1)
         self.step_size = self._rows.step_size
@@ -214,17 +219,6 @@ class ModelDrafter(Drafter):
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
         return self._rows.extract(row, behind)
-
-
-def check_vocabulary(context: DrafterContext) -> None:
-    """Both models must speak of the same tokens. The draft's graph is built for one token, and not evaluated."""
-    assert context.draft_model is not None
-    size = context.draft_model(mx.array([[0]])).shape[-1]
-    if size != context.vocabulary:
-        raise ValueError(
-            f"the draft model has a vocabulary of {size:,} tokens, the model one of {context.vocabulary:,}: "
-            "choose a draft model with the same tokenizer"
-        )
 
 
 # --- lookup drafters --------------------------------------------------------------------------------------------------
