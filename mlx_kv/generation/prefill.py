@@ -63,14 +63,6 @@ def prefill_step(model: Any, caches: Iterable[Any], wanted: int | None) -> int:
     return min([chunk_for(model), *planned])
 
 
-def chunk_end(read: int, tokens: int, step: int) -> int:
-    """Up to where the next chunk of a prompt goes, of which so many tokens are read.
-
-    The last token is never in it: what is read next begins with it, for the logits of what comes after the prompt.
-    """
-    return max(read, min(read + step, tokens - 1))
-
-
 def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
     """Prepares all layers for the next pass.
 
@@ -98,27 +90,6 @@ def read_chunk(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[
         read_ragged(model, caches, rows)
     mx.eval([cache.state for cache in caches])  # the logits are never computed
     mx.clear_cache()
-
-
-def prefill(
-    model: Callable[..., Any],
-    caches: Sequence[Any],
-    tokens: mx.array,
-    step: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Puts all tokens (B, n) of prompts into caches, as generation does: in chunks, the last token alone.
-
-    Compactions happen at the same positions as in generation. After each chunk, `progress` receives the number of
-    tokens read and the total.
-    """
-    done, total = 0, tokens.shape[1]
-    while done < total:
-        end = max(done + 1, chunk_end(done, total, step))
-        read_chunk(model, caches, tokens[:, done:end])
-        done = end
-        if progress is not None:
-            progress(done, total)
 
 
 def read_ragged(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]]) -> mx.array:
@@ -344,11 +315,21 @@ def prefill_all(
     instructions: Instructions = NO_INSTRUCTIONS,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Reads all tokens of a prompt into caches: in two passes if the caches need them, else as `prefill` does."""
+    """Reads all tokens of a prompt into caches: in two passes if they need them, else in chunks, the last token alone.
+
+    Compactions happen at the same positions as in generation. After each chunk, `progress` receives the number of
+    tokens read and the total.
+    """
     if needs_second_pass(caches):
         TwoPassPrefill(model, caches, [tokens], step, instructions).finish(progress)
-    else:
-        prefill(model, caches, mx.array(list(tokens))[None], step, progress)
+        return
+    start, total = 0, len(tokens)
+    while start < total:
+        end = max(start + 1, min(start + step, total - 1))
+        read_chunk(model, caches, [tokens[start:end]])
+        start = end
+        if progress is not None:
+            progress(start, total)
 
 
 class TwoPassQueue:

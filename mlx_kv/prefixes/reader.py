@@ -19,7 +19,6 @@ from mlx_kv.generation.prefill import (
     NO_INSTRUCTIONS,
     Instructions,
     TwoPassPrefill,
-    chunk_end,
     needs_second_pass,
     prefill_step,
     read_chunk,
@@ -116,7 +115,7 @@ class PromptReader:
             self.read += two_pass.read - read_before
             if self.done:
                 compact(self.caches)
-        elif chunk := self.tokens[start : chunk_end(start, len(self.tokens), self.step_size)]:
+        elif chunk := self.tokens[start : min(start + self.step_size, len(self.tokens) - 1)]:
             read_chunk(self.model, self.caches, [chunk])
             self.read += len(chunk)
         else:

@@ -24,7 +24,7 @@ from mlx_kv import (
     save_prompt_cache,
     speculative_generate,
 )
-from mlx_kv.generation.prefill import prefill
+from mlx_kv.generation.prefill import prefill_all
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import DraftSettings
@@ -137,7 +137,7 @@ def test_caches_are_gone_on_from(case: str, known: bool, tmp_path: Path) -> None
         policy = CachePolicy(max_write=11)
     model, prompt = make_model(family), PROMPTS[2]
     caches = make_prompt_cache(model, policy)
-    prefill(model, caches, mx.array([prompt[:40]]), 8)
+    prefill_all(model, caches, prompt[:40], 8)
     save_prompt_cache(tmp_path / "p.safetensors", caches)
     wanted = plain(model, policy, prompt, 30, None)
     for kind in (NgramDrafter, SuffixDrafter):
