@@ -46,7 +46,7 @@ from mlx_kv.bundled import model_path
 from mlx_kv.cache.attention import Dense, Packed, attend
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.mlxlm.attention import AttentionPatch
-from mlx_kv.mlxlm.cpu import CpuAttention, answer_activation, quick_swiglu
+from mlx_kv.mlxlm.cpu import CpuAttention, patch_activation, quick_swiglu
 
 CHUNK, STEPS = 512, 8
 
@@ -146,7 +146,7 @@ def main() -> None:
                 return work(*arguments)
 
         def both() -> Any:
-            undo = answer_activation(model)
+            undo = patch_activation(model)
             try:
                 return ours()
             finally:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_kv.generation.encoding import applied_template, encode_prompt
+from mlx_kv.generation.encoding import apply_template, encode_prompt
 
 Tokens = list[int]
 
@@ -92,7 +92,7 @@ class Talk:
             self._start = []
             roles = ("user", "assistant", "user")
             messages = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS, strict=True)]
-            text: str = applied_template(tokenizer, messages, False)
+            text: str = apply_template(tokenizer, messages, False)
             self._before, _, text = text.partition(MARKS[0])
             self._answer, _, text = text.partition(MARKS[1])
             self._again, _, _ = text.partition(MARKS[2])

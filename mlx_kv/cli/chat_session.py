@@ -28,7 +28,7 @@ from mlx_kv.files.serialization import check_output, model_fingerprint, save_pro
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.batching import check_alike
+from mlx_kv.mlxlm.batching import check_same_kinds
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
@@ -240,7 +240,7 @@ class ChatFiles:
         except (ValueError, TypeError, LookupError, RecursionError):
             raise click.UsageError(f"{path} holds a conversation that is damaged: give another file") from None
         try:
-            check_alike(conversation.engine.make_caches(), file.caches)
+            check_same_kinds(conversation.engine.make_caches(), file.caches)
         except ValueError:  # another policy, or no draft model
             conversation.go_on_from(turns, system)
             return False

@@ -15,7 +15,7 @@ from mlx_kv.communicator import Steps
 from mlx_kv.generation.encoding import (
     DEFAULT_CHAT,
     ChatSettings,
-    applied_template,
+    apply_template,
     encode_messages,
     encode_prompt,
     has_chats,
@@ -150,8 +150,8 @@ class Conversation:
         if not self.tokens:
             return None
         template, last = self.settings.template, self.turns[-1]
-        before: str = applied_template(self._tokenizer, messages[:-2], False, **template)
-        whole: str = applied_template(self._tokenizer, messages, False, **template)
+        before: str = apply_template(self._tokenizer, messages[:-2], False, **template)
+        whole: str = apply_template(self._tokenizer, messages, False, **template)
         text = before + last.answer
         if not whole.startswith(text):
             return None

@@ -132,7 +132,7 @@ def tokens_of_prompt(tokenizer: Any, prompt: Any, vocabulary: int, what: str = "
     return tokens
 
 
-def applied_template(
+def apply_template(
     tokenizer: Any, messages: list[dict[str, Any]], tokenize: bool, continues: bool = False, /, **template: Any
 ) -> Any:
     """What a chat template makes of a chat, up to where its answer begins, or with `continues` goes on from the last.
@@ -155,8 +155,8 @@ def applied_template(
 def encode_messages(
     tokenizer: Any, messages: list[dict[str, Any]], continues: bool = False, /, **template: Any
 ) -> list[int]:
-    """Token ids of a chat, as `applied_template` makes them."""
-    return [int(token) for token in applied_template(tokenizer, messages, True, continues, **template)]
+    """Token ids of a chat, as `apply_template` makes them."""
+    return [int(token) for token in apply_template(tokenizer, messages, True, continues, **template)]
 
 
 def has_chats(tokenizer: Any) -> bool:
@@ -201,6 +201,6 @@ def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings 
         raise ValueError("a system prompt comes before what is cached: cache it with the rest, or leave it out")
     if chat:
         goes_on = settings.beginning is not None
-        whole: str = applied_template(tokenizer, settings.messages(QUERY), False, goes_on, **settings.template)
+        whole: str = apply_template(tokenizer, settings.messages(QUERY), False, goes_on, **settings.template)
         text = text + whole.partition(QUERY)[2]
     return _encode(tokenizer, text, False)

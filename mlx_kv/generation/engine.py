@@ -34,7 +34,7 @@ from mlx_kv.generation.admission import (
 from mlx_kv.generation.decoder import Decoder, make_decoder
 from mlx_kv.generation.prefill import (
     CHUNKS_AT_ONCE,
-    MOST_PROMPTS_AT_ONCE,
+    MAX_PROMPTS_AT_ONCE,
     NO_INSTRUCTIONS,
     Instructions,
     TwoPassQueue,
@@ -45,12 +45,10 @@ from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.batching import (
     RowsByClass,
-    check_alike,
     check_batches,
+    check_same_kinds,
+    equal_lengths,
     evaluated,
-    only_attention,
-    padding_is_read,
-    rows_must_be_equal,
 )
 from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.traverse import attention_caches, trim_all
@@ -60,8 +58,8 @@ from mlx_kv.settings import whole_number
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
 # waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
 # tokens of one prompt in one pass, which is what is let through elsewhere.
-MOST_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
-MOST_HEIRS = 64  # waiting sequences that get copies of what one has read
+MAX_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
+MAX_HEIRS = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
 
@@ -114,7 +112,7 @@ class Engine:
         Args:
             decoder: of this engine alone; it drafts as `settings` say.
             ends, statistics: as in `make_engine`.
-            equal_lengths: as `_equal_lengths` returns.
+            equal_lengths: as of the model.
         """
         max_batch_size = settings.max_batch_size
         self._decoder, self._ends, self._return_caches = decoder, ends, settings.return_caches
@@ -132,8 +130,8 @@ class Engine:
         self.stream = generation_stream
         self.step_size = settings.prefill_step_size or decoder.step_size
         chunk = decoder.chunk
-        self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
-        self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
+        self._max_tokens = min(MAX_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
+        self._max_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, settings.instructions)
         self._beginnings = decoder.beginnings(self.step_size)
         if max_batch_size == 1 or self._equal_rows:
@@ -150,7 +148,7 @@ class Engine:
         """
         check(sequence)
         if sequence.caches is not None and self._batched:
-            check_alike(self._empty, sequence.caches)
+            check_same_kinds(self._empty, sequence.caches)
         if self._beginnings.shared:
             sequence.text = prompt_text(sequence, tokens_of(sequence.caches or []))
         (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
@@ -235,7 +233,7 @@ class Engine:
         step, started = self.step_size, time.perf_counter()
         if self._pace is not None and self._active:
             step = self._pace.chunk(len(self._admission.rows))
-        heirs = list(islice(self._waiting, MOST_HEIRS))
+        heirs = list(islice(self._waiting, MAX_HEIRS))
         tokens = self._admission.read([min(step, self._beginnings.stop(row, heirs)) for row in self._admission.rows])
         if self._pace is not None:
             self._pace.took(tokens, time.perf_counter() - started)
@@ -256,7 +254,7 @@ class Engine:
         reading = [row.left for row in self._admission.rows]
         while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
             long = sum(left > MIN_CHUNK for left in reading)
-            if long >= MOST_PROMPTS_AT_ONCE or (found := self._next(admitted)) is None:
+            if long >= MAX_PROMPTS_AT_ONCE or (found := self._next(admitted)) is None:
                 break
             position, source = found
             first = self._waiting[position]
@@ -265,7 +263,7 @@ class Engine:
                 break
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
             several = reading and max(reading) > self.step_size
-            too_many = len(reading) >= self._most_long if several else sum(reading) + left > self._most_tokens
+            too_many = len(reading) >= self._max_long if several else sum(reading) + left > self._max_tokens
             if reading and too_many:
                 break
             del self._waiting[position]
@@ -301,7 +299,7 @@ class Engine:
     def _hand_out(self) -> None:
         """Gives waiting sequences copies of the rows that have read just the tokens that they share."""
         for number, row in enumerate(self._admission.rows):
-            if heirs := self._beginnings.heirs(row, islice(self._waiting, MOST_HEIRS)):
+            if heirs := self._beginnings.heirs(row, islice(self._waiting, MAX_HEIRS)):
                 share(Source(self._admission.caches, number, row.total))
                 caches = evaluated(self._admission.extract(number))
                 for heir in heirs:  # copies, which take no memory until they are written to
@@ -451,23 +449,15 @@ def make_engine(
     )
     decoder = make_decoder(model, policy, draft_model, settings.drafting if drafts else None, communicator)
     max_batch_size, max_wait = settings.max_batch_size, settings.max_wait
-    equal_lengths = _equal_lengths(model, communicator) if max_batch_size > 1 else (False, False)
-    if decoder.drafter is not None and (any(equal_lengths) or decoder.drafter.equal_rows):
-        max_batch_size, equal_lengths = 1, (False, False)  # in a round, rows accept different numbers of tokens
+    equal = equal_lengths(model, communicator) if max_batch_size > 1 else (False, False)
+    if decoder.drafter is not None and (any(equal) or decoder.drafter.equal_rows):
+        max_batch_size, equal = 1, (False, False)  # in a round, rows accept different numbers of tokens
     caches = attention_caches(decoder.make_caches())
     by_chunk = policy.quantized_start or any(cache.evictor is not None for cache in caches)
     if drafts or communicator.distributed or by_chunk:
         max_wait = None
     settings = replace(settings, max_batch_size=max_batch_size, return_caches=return_caches, max_wait=max_wait)
-    return Engine(decoder, ends, settings, statistics, equal_lengths)
-
-
-def _equal_lengths(model: nn.Module, communicator: Communicator) -> tuple[bool, bool]:
-    """Whether rows of a batch must always have the same length; and if not, whether prompts read together must."""
-    rows, others = communicator.all_any(rows_must_be_equal(model), not only_attention(model))
-    with mx.stream(generation_stream):  # a probe runs on all ranks or on none
-        (prompts,) = communicator.all_any(others and not rows and padding_is_read(model))
-    return rows, prompts
+    return Engine(decoder, ends, settings, statistics, equal)
 
 
 # --- MLX's wired limit ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, check_local, needs_second_pass, prefill_step
 from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import UNLIMITED, BatchToken, TokenSequence
-from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings, given_processors
+from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings, check_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN, DraftLength, DraftSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.statistics import SpeculationStatistics
@@ -299,7 +299,7 @@ def _stream(
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
     check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
     check_type("prompt_progress_callback", progress, Callable | None, "give a function (read, total), or None")
-    communicator, processors = group or LOCAL, given_processors(processors)
+    communicator, processors = group or LOCAL, check_processors(processors)
     policy, vocabulary = given_policy(policy), vocabulary_of(model)
     settings = None if drafting is None else communicator.on_leader(drafting) or DraftSettings()
     before = token_ids(before, vocabulary, "before")
@@ -491,7 +491,7 @@ def batch_generate(
         TypeError: an argument of another type.
     """
     check_model("model", model)
-    policy, processors = given_policy(policy), given_processors(logits_processors)
+    policy, processors = given_policy(policy), check_processors(logits_processors)
     check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
     tokenizer = None if tokenizer is None else wrapped(tokenizer)
     check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")

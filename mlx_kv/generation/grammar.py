@@ -450,13 +450,13 @@ class LeadIn:
 
     Attributes:
         start, end: the marks of thinking.
-        begun: the prompt ends within thinking.
+        in_thinking: the prompt ends within thinking.
         call: the mark with which a call begins. What follows it is not constrained.
     """
 
     start: Tokens = ()
     end: Tokens = ()
-    begun: bool = False
+    in_thinking: bool = False
     call: Tokens = ()
 
     @classmethod
@@ -471,10 +471,10 @@ class LeadIn:
             return cls(call=call)
         prompt = list(prompt)
         start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
-        begun, ended = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
-        if begun > ended:
+        last_start, last_end = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
+        if last_start > last_end:
             return cls(start, end, True, call)
-        if ended >= 0 and not tokenizer.decode(prompt[ended + len(end) :]).strip():
+        if last_end >= 0 and not tokenizer.decode(prompt[last_end + len(end) :]).strip():
             return cls(call=call)  # it is not to think
         return cls(start, end, call=call)
 
@@ -494,7 +494,7 @@ class LeadIn:
         begins = self._thought(answer)
         if begins is None:
             return []
-        marks = [(self.call, begins)] if self.begun else [(self.call, begins), (self.start, 0)]
+        marks = [(self.call, begins)] if self.in_thinking else [(self.call, begins), (self.start, 0)]
         return [
             mark[len(answer) - place]
             for mark, place in marks
@@ -503,8 +503,8 @@ class LeadIn:
 
     def _thought(self, answer: list[int]) -> int | None:
         """Where its thinking ends; None where it has not."""
-        first = 0 if self.begun else len(self.start)
-        if not self.begun and (not self.start or tuple(answer[:first]) != self.start):
+        first = 0 if self.in_thinking else len(self.start)
+        if not self.in_thinking and (not self.start or tuple(answer[:first]) != self.start):
             return 0
         end = find(answer, self.end, first)
         return None if end is None else end + len(self.end)

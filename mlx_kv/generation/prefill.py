@@ -17,7 +17,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
-from mlx_kv.generation.encoding import QUERY, applied_template
+from mlx_kv.generation.encoding import QUERY, apply_template
 from mlx_kv.generation.sequence import SequenceProgress, TokenSequence
 from mlx_kv.mlxlm.loading import context_length, number_of_weights
 from mlx_kv.mlxlm.recurrent import RecurrentState
@@ -27,9 +27,9 @@ from mlx_kv.settings import whole_number
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
 # that are reserved are allocated at once. Longer answers grow from there.
-MOST_TOKENS_AHEAD = 8192
+MAX_TOKENS_AHEAD = 8192
 PREFILL_STEP = 2048
-MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
+MAX_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
 CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait meanwhile
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
 # take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
@@ -40,7 +40,7 @@ CPU_WORK = 32e9  # weights times tokens, of a chunk
 def reserve_for(caches: Iterable[Any], prompt_tokens: int, max_tokens: int) -> None:
     """Announces a prompt and its answer to our caches, on top of what they hold; max_tokens below 0 is unknown."""
     for cache in attention_caches(caches):
-        cache.reserve(cache.size() + prompt_tokens + min(max(max_tokens, 0), MOST_TOKENS_AHEAD))
+        cache.reserve(cache.size() + prompt_tokens + min(max(max_tokens, 0), MAX_TOKENS_AHEAD))
 
 
 def chunk_for(model: Any) -> int:
@@ -153,7 +153,7 @@ class Instructions:
         answer = "\n"
         if getattr(tokenizer, "chat_template", None) is not None:
             messages = [{"role": "user", "content": QUERY}]
-            whole: str = applied_template(tokenizer, messages, False)
+            whole: str = apply_template(tokenizer, messages, False)
             answer = whole.partition(QUERY)[2]
         return cls(ids(FIRST), ids(LATER), ids(answer), context_length(model))
 

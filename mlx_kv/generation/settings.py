@@ -29,7 +29,7 @@ OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # 
 MAX_SERVED = 1 << 24  # of tokens that a request counts
 
 
-def given_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
+def check_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
     """The logits processors of an argument; None is none.
 
     Raises:

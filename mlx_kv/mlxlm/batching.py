@@ -5,17 +5,19 @@ B rows, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.rows import check_joinable
 from mlx_kv.cache.segmented import SegmentedCache
+from mlx_kv.communicator import Communicator
 from mlx_kv.mlxlm.attention import AttentionPatch, attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.probe import ATTENTION, architecture, cached_per_model, refuses_ragged
@@ -26,13 +28,13 @@ from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves, mapped
 TOKENS, PADDING = 3, 13
 # Padding that is read changes a state by as much as tokens in its place would (0.96 to 1.3 of it, in nine families);
 # sums in another order, by 1e-6 of it in float32, and in 16 bits still by little.
-MOST_ROUNDING = 0.1
+MAX_ROUNDING = 0.1
 
 
 # --- caches as rows ---------------------------------------------------------------------------------------------------
 
 
-def check_alike(first: Sequence[Any], others: Sequence[Any]) -> None:
+def check_same_kinds(first: Sequence[Any], others: Sequence[Any]) -> None:
     """Raises ValueError unless two lists of caches of a model can be one batch."""
     pairs = list(zip(leaves(first), leaves(others), strict=False))
     if len(first) != len(others):
@@ -100,8 +102,16 @@ def padding_is_read(model: nn.Module) -> bool:
     padded = state(rows, [TOKENS + PADDING, TOKENS])
     changes = zip(longer, shorter, padded, strict=True)
     return not all(
-        bool(mx.abs(pad - own).max() <= MOST_ROUNDING * mx.abs(full - own).max()) for full, own, pad in changes
+        bool(mx.abs(pad - own).max() <= MAX_ROUNDING * mx.abs(full - own).max()) for full, own, pad in changes
     )
+
+
+def equal_lengths(model: nn.Module, communicator: Communicator) -> tuple[bool, bool]:
+    """Whether rows of a batch must always have the same length; and if not, whether prompts read together must."""
+    rows, others = communicator.all_any(rows_must_be_equal(model), not only_attention(model))
+    with mx.stream(generation_stream):  # a probe runs on all ranks or on none
+        (prompts,) = communicator.all_any(others and not rows and padding_is_read(model))
+    return rows, prompts
 
 
 class RowsByClass:
@@ -131,18 +141,6 @@ class RowsByClass:
         patch, self._patch = self._patch, None
         if patch is not None:
             patch.close()
-
-
-def of_one_type(processors: Sequence[Any]) -> Callable[[mx.array, mx.array], mx.array]:
-    """The processors as one function that keeps the dtype of logits, which all rows share."""
-
-    def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
-        found = logits
-        for processor in processors:
-            found = processor(tokens, found)
-        return found.astype(logits.dtype)
-
-    return adjusted
 
 
 def evaluated(caches: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ MIN_GATES = 2**12  # of a call of swiglu
 SINGLE_QUERY_BITS = 8  # one query is faster here only over keys and values of 8 bits
 SWIGLU = "swiglu"
 BLOCK_ELEMENTS = 2**17  # computed at once: what is larger is memory that the allocator gives back, and gets anew
-_wanting: dict[ModuleType, int] = {}  # how many models want our swiglu in a module
+_users: dict[ModuleType, int] = {}  # how many models want our swiglu in a module
 _changes = Changes()  # models end at any moment
 
 
@@ -105,7 +105,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return theirs
 
 
-def answer_activation(model: nn.Module) -> Callable[[], None]:
+def patch_activation(model: nn.Module) -> Callable[[], None]:
     """Puts our `swiglu` into this model's modules; what is returned, called once, takes it out again."""
     named = modules_with(model, SWIGLU)
     modules = [module for module in named if getattr(module, SWIGLU) in (activations.swiglu, swiglu)]
@@ -116,17 +116,17 @@ def answer_activation(model: nn.Module) -> Callable[[], None]:
 def use_cpu_activation(model: nn.Module) -> None:
     """On a CPU, the activations of this model's modules are computed here, for as long as the model lives."""
     if slow_exponential("MLX_KV_ACTIVATION"):
-        weakref.finalize(model, answer_activation(model)).atexit = False
+        weakref.finalize(model, patch_activation(model)).atexit = False
 
 
 def _enter(modules: list[ModuleType]) -> None:
     for module in modules:
-        _wanting[module] = _wanting.get(module, 0) + 1
+        _users[module] = _users.get(module, 0) + 1
         setattr(module, SWIGLU, swiglu)
 
 
 def _leave(modules: list[ModuleType]) -> None:
     for module in modules:
-        _wanting[module] -= 1
-        if not _wanting[module] and getattr(module, SWIGLU) is swiglu:
+        _users[module] -= 1
+        if not _users[module] and getattr(module, SWIGLU) is swiglu:
             setattr(module, SWIGLU, activations.swiglu)

@@ -75,10 +75,10 @@ class RecurrentState(stock.ArraysCache):
     @classmethod
     def of(cls, cache: stock.ArraysCache, max_rollback: int, max_checkpoints: int | None = None) -> RecurrentState:
         """The same state with these limits, and no checkpoints yet."""
-        made = cls(len(cache.cache), max_rollback, max_checkpoints)
-        made.cache, made.left_padding, made.lengths = list(cache.cache), cache.left_padding, cache.lengths
-        made._begin(cache.batch_size)
-        return made
+        state = cls(len(cache.cache), max_rollback, max_checkpoints)
+        state.cache, state.left_padding, state.lengths = list(cache.cache), cache.left_padding, cache.lengths
+        state._begin(cache.batch_size)
+        return state
 
     def _begin(self, rows: int) -> None:
         """Begins to count tokens."""
@@ -153,20 +153,19 @@ class RecurrentState(stock.ArraysCache):
         """Adds checkpoints of the state before a pass of so many tokens of each row."""
         for row, length in enumerate(lengths):
             if length:
-                held = (*self._checkpoints[row], Checkpoint(before, row, self._read[row]))
+                checkpoints = (*self._checkpoints[row], Checkpoint(before, row, self._read[row]))
                 self._read[row] += length
-                self._checkpoints[row] = self._within_limits(held, self._read[row])
+                self._checkpoints[row] = self._within_limits(checkpoints, self._read[row])
 
-    def _within_limits(self, held: Sequence[Checkpoint], now: int) -> tuple[Checkpoint, ...]:
-        near = [checkpoint for checkpoint in held if now - checkpoint.at <= self.max_rollback]
+    def _within_limits(self, checkpoints: Sequence[Checkpoint], now: int) -> tuple[Checkpoint, ...]:
+        near = [checkpoint for checkpoint in checkpoints if now - checkpoint.at <= self.max_rollback]
         return tuple(near if self.max_checkpoints is None else near[max(0, len(near) - self.max_checkpoints) :])
 
     def limit(self, max_rollback: int, max_checkpoints: int | None) -> None:
         """Changes the limits."""
         self.max_rollback, self.max_checkpoints = max_rollback, max_checkpoints
-        self._checkpoints = [
-            self._within_limits(held, read) for held, read in zip(self._checkpoints, self._read, strict=True)
-        ]
+        pairs = zip(self._checkpoints, self._read, strict=True)
+        self._checkpoints = [self._within_limits(checkpoints, read) for checkpoints, read in pairs]
 
     def forget(self) -> None:
         """Drops all checkpoints."""
@@ -250,10 +249,10 @@ class RecurrentState(stock.ArraysCache):
         first = next((cache for cache in caches if isinstance(cache, cls)), None)
         limits = (0, None) if first is None else (first.max_rollback, first.max_checkpoints)
         parts = [cache if isinstance(cache, cls) else cls.of(cache, *limits) for cache in caches]
-        made = cls(len(parts[0].cache), *limits)
-        made.sends_on = any(part.sends_on for part in parts)
-        made._join(parts)
-        return made
+        new = cls(len(parts[0].cache), *limits)
+        new.sends_on = any(part.sends_on for part in parts)
+        new._join(parts)
+        return new
 
     def extend(self, other: stock.ArraysCache) -> None:
         """Takes another's rows, after its own."""
@@ -285,12 +284,12 @@ class RecurrentState(stock.ArraysCache):
 
     def extract(self, idx: int) -> RecurrentState:
         """One row with its checkpoints, which reference the arrays of the batch until `forget`."""
-        made = type(self)(len(self.cache), self.max_rollback, self.max_checkpoints)
-        made.cache = [None if array is None else array[idx : idx + 1] for array in self.cache]
-        made._read, made.sends_on = [self._read[idx]], self.sends_on
+        new = type(self)(len(self.cache), self.max_rollback, self.max_checkpoints)
+        new.cache = [None if array is None else array[idx : idx + 1] for array in self.cache]
+        new._read, new.sends_on = [self._read[idx]], self.sends_on
         if self._before is None:
-            made._checkpoints = [self._checkpoints[idx]]
-        return made
+            new._checkpoints = [self._checkpoints[idx]]
+        return new
 
     def prepare(self, lengths: Sequence[int] | None = None, **_padding: Any) -> None:
         """Announces padding in the next tokens, as mlx-lm's does."""
@@ -316,9 +315,9 @@ class RecurrentState(stock.ArraysCache):
     @classmethod
     def from_state(cls, state: Any) -> Self:
         """Of a saved state, with a max_rollback of 0."""
-        made = cls(len(state[0]), 0)
-        made.state = state
-        return made
+        new = cls(len(state[0]), 0)
+        new.state = state
+        return new
 
     @property
     def nbytes(self) -> int:
@@ -331,8 +330,8 @@ def _rows_of(sources: Sequence[Checkpoint]) -> Arrays:
     """The arrays (B, ...) of rows of several batches; missing arrays are zeros."""
     first = sources[0].arrays
     if all(source.arrays is first and source.row == row for row, source in enumerate(sources)):
-        held = next((array.shape[0] for array in first if array is not None), len(sources))
-        if held == len(sources):
+        rows = next((array.shape[0] for array in first if array is not None), len(sources))
+        if rows == len(sources):
             return first
     return tuple([_joined([(source.arrays[index], source.row) for source in sources]) for index in range(len(first))])
 

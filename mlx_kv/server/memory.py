@@ -21,7 +21,7 @@ from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.row_classes import MAX_PADDING
-from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
+from mlx_kv.generation.prefill import MAX_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import RowMemory
@@ -89,7 +89,7 @@ class RowPlan:
     def slots(self, prompt: int, answer: int) -> RowSlots:
         """Slots for a prompt and an answer of so many tokens, if none is evicted."""
         slots = prompt + answer + self.drafted
-        grows = answer > MOST_TOKENS_AHEAD  # slots are reserved for so many tokens; later, more than needed
+        grows = answer > MAX_TOKENS_AHEAD  # slots are reserved for so many tokens; later, more than needed
         return RowSlots(prompt, slots + (min(slots // 2, MAX_SLACK) if grows else 0))
 
     def nbytes(self, slots: int) -> int:

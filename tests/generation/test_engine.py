@@ -238,7 +238,7 @@ def test_state_that_was_taken_out_holds_no_other_row() -> None:
 
 def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
+        "mlx_kv.generation.engine.MAX_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
     )
     model = make_model("llama")
     made = make_engine(model, set())
@@ -263,7 +263,7 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_prompt_of_several_passes_delays_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
+        "mlx_kv.generation.engine.MAX_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
     )
     model = make_model("llama")
     made = engine(kind, model, prefill_step_size=8)

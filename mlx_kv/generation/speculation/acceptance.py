@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, gumbel_noise
 from mlx_kv.generation.settings import LogitsProcessor
-from mlx_kv.mlxlm.batching import of_one_type
 
 # --- logits processors at several places ------------------------------------------------------------------------------
 
@@ -28,7 +27,6 @@ class RowContext:
 
     def __init__(self, processors: Sequence[LogitsProcessor], tokens: Sequence[int]) -> None:
         self.processors = tuple(processors)
-        self.adjusted = of_one_type(self.processors)  # logits (1, V) of what comes after tokens (n,)
         self._tokens = mx.array(list(tokens) if self.processors else [], dtype=mx.int32)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -37,6 +35,13 @@ class RowContext:
             return
         self._tokens = self.followed([mx.array(list(tokens))])
         mx.async_eval(self._tokens)  # type: ignore[no-untyped-call]  # a processor that never looks would chain them
+
+    def adjust(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits (1, V) of what comes after tokens (n,), by the processors; of the same dtype, which all rows share."""
+        adjusted = logits
+        for processor in self.processors:
+            adjusted = processor(tokens, adjusted)
+        return adjusted.astype(logits.dtype)
 
     def followed(self, more: Sequence[mx.array]) -> mx.array:
         """Its tokens (n,), and others (m,) after them, which need not be evaluated yet."""
@@ -87,7 +92,7 @@ class RowContexts:
         for index, row in enumerate(self._rows):
             here = logits[index : index + 1]
             if row.processors:
-                here = row.adjusted(row.followed([tokens[index] for tokens in more]), here)
+                here = row.adjust(row.followed([tokens[index] for tokens in more]), here)
             rows.append(here)
         return mx.concatenate(rows)
 
@@ -102,7 +107,7 @@ class RowContexts:
                 tokens = row.followed([mx.array(list(draft))] if draft else [])
                 known = tokens.size - len(draft)
                 places = range(len(draft) + 1)
-                done = [row.adjusted(tokens[: known + place], here[place : place + 1]) for place in places]
+                done = [row.adjust(tokens[: known + place], here[place : place + 1]) for place in places]
                 here = mx.concatenate([*done, here[len(done) :]])
             rows.append(here)
         return mx.stack(rows)
