@@ -26,7 +26,7 @@ from mlx_kv.calibration.fit import Work
 from mlx_kv.calibration.loss import CANDIDATES, measure_bits, measure_centres
 from mlx_kv.calibration.texts import MIN_TOKENS, default_texts, single_text
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
+from mlx_kv.generation.encoding import tokens_of_prompt, wrap_tokenizer
 from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.mlxlm.probe import architecture, check_model
@@ -81,7 +81,7 @@ def calibrate(
         raise TypeError("texts is one text: give a list of texts")
     check_type("progress", progress, Callable | None, "give a function of two numbers, or None")
     check_type("resume", resume, str | os.PathLike | None, "give the name of a directory")
-    tokenizer = None if tokenizer is None and texts is not None else wrapped(tokenizer)
+    tokenizer = None if tokenizer is None and texts is not None else wrap_tokenizer(tokenizer)
     positions = context_length(model)
     if texts is None:
         texts = (single_text if budgets_only else default_texts)(tokenizer, positions)

@@ -21,7 +21,7 @@ from mlx_kv.cache.segments import can_evict_later
 from mlx_kv.generation.prefill import needs_second_pass, read_chunk
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation.drafters import Drafter
-from mlx_kv.mlxlm.batching import evaluated
+from mlx_kv.mlxlm.batching import evaluate_caches
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_all
 
 MIN_SHARED = 64  # tokens; shorter beginnings are read again
@@ -122,7 +122,7 @@ class Admission:
             if row.sequence.keep is not None and row.total > row.kept and (row.left <= 0 or is_far):
                 row.kept = row.total
                 tokens = [*row.sequence.before, *row.sequence.tokens[: row.read]]
-                row.sequence.keep(tokens, evaluated(self.extract(index)))
+                row.sequence.keep(tokens, evaluate_caches(self.extract(index)))
 
     def take_finished(self) -> tuple[list[TokenSequence], list[Any], list[Any]]:
         """Removes the rows that can decode, with the model's caches and the drafter's, as a batch."""

@@ -21,7 +21,7 @@ from mlx_kv.generation.prefill import announce, chunk_for, reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, draw
 from mlx_kv.generation.sequence import Emitted, TokenSequence
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.generation.speculation.acceptance import Choice, RowContext, RowContexts, normalized
+from mlx_kv.generation.speculation.acceptance import Choice, RowContext, RowContexts, log_probabilities
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, RemoteDrafter, find_drafter
 from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.statistics import SpeculationStatistics
@@ -131,7 +131,7 @@ class Decoder:
             # A batch holds zeros for missing recurrent state, from which some layers do not begin: a pass without it.
             announce(caches, [1] * len(sequences))
             logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]
-            logprobs = normalized(RowContexts(contexts).after(logits, []))
+            logprobs = log_probabilities(RowContexts(contexts).after(logits, []))
             tokens: Any = self._communicator.leader_tokens(draw(samplers, logprobs)).tolist()
             first = _to_emitted([[token] for token in tokens], logprobs[:, None])
             self._known = [[] for _ in self.samplers] if self._known is None else self._known
@@ -205,7 +205,7 @@ class Decoder:
         drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._plan(most, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
-            logprobs = normalized(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
+            logprobs = log_probabilities(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
             got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
             self.target.accepted(got)
@@ -298,7 +298,7 @@ class Decoder:
         Args:
             unknown: tokens (B,) of passes before it that are on their way.
         """
-        logprobs = normalized(self._contexts.after(logits, unknown))
+        logprobs = log_probabilities(self._contexts.after(logits, unknown))
         tokens = choose(logprobs, len(unknown))
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return tokens, logprobs

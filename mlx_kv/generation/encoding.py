@@ -78,7 +78,7 @@ class ChatSettings:
 DEFAULT_CHAT = ChatSettings()
 
 
-def wrapped(tokenizer: Any) -> Any:
+def wrap_tokenizer(tokenizer: Any) -> Any:
     """A tokenizer as mlx-lm's loops take it: with a detokenizer, and the ids that end a text.
 
     Raises:

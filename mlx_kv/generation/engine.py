@@ -39,7 +39,7 @@ from mlx_kv.generation.prefill import (
     Instructions,
     TwoPassQueue,
 )
-from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, scored
+from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, token_scores
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
@@ -48,7 +48,7 @@ from mlx_kv.mlxlm.batching import (
     check_batches,
     check_same_kinds,
     equal_lengths,
-    evaluated,
+    evaluate_caches,
 )
 from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.traverse import attention_caches, trim_all
@@ -185,7 +185,7 @@ class Engine:
         drawn = [(item.logprobs, item.token, sequence.top_logprobs) for sequence, item, _, _ in emitted]
         return [
             sequence.emit(item.token, finish, item.from_draft, caches, score)
-            for (sequence, item, finish, caches), score in zip(emitted, scored(drawn), strict=True)
+            for (sequence, item, finish, caches), score in zip(emitted, token_scores(drawn), strict=True)
         ]
 
     def step_scored(self) -> list[tuple[TokenSequence, Emitted, str | None, list[Any] | None]]:
@@ -301,7 +301,7 @@ class Engine:
         for number, row in enumerate(self._admission.rows):
             if heirs := self._beginnings.heirs(row, islice(self._waiting, MAX_HEIRS)):
                 share(Source(self._admission.caches, number, row.total))
-                caches = evaluated(self._admission.extract(number))
+                caches = evaluate_caches(self._admission.extract(number))
                 for heir in heirs:  # copies, which take no memory until they are written to
                     continue_from(heir, row.total, copy.deepcopy(caches))
 
@@ -402,7 +402,7 @@ class Engine:
     def _extracted(self, row: int) -> list[Any] | None:
         with mx.stream(generation_stream):  # what was accepted may have to be read first
             caches = self._decoder.extract(row)
-        return caches and evaluated(caches)
+        return caches and evaluate_caches(caches)
 
     def close(self) -> None:
         """Removes all sequences."""

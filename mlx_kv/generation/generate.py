@@ -15,7 +15,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_numbers
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.decoder import Decoder, make_decoder
-from mlx_kv.generation.encoding import encode_messages, has_chats, tokens_of_prompt, wrapped
+from mlx_kv.generation.encoding import encode_messages, has_chats, tokens_of_prompt, wrap_tokenizer
 from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, check_local, needs_second_pass, prefill_step
 from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
@@ -69,7 +69,7 @@ def generate(
             sampling and an option that sets the same.
         TypeError: an argument of another type, or an unknown option.
     """
-    tokenizer = wrapped(tokenizer)
+    tokenizer = wrap_tokenizer(tokenizer)
     check_type("sampling", sampling, SamplingSettings | None, "give SamplingSettings(...), or None for the likeliest")
     check_type("on_text", on_text, Callable | None, "give a function of a text, or None")
     check_policy_options(options)
@@ -169,7 +169,7 @@ def stream_generate(
 
     return _stream(
         model,
-        wrapped(tokenizer),
+        wrap_tokenizer(tokenizer),
         prompt,
         policy,
         limit,
@@ -250,7 +250,7 @@ def speculative_generate(
     check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
     return _stream(
         model,
-        None if tokenizer is None else wrapped(tokenizer),
+        None if tokenizer is None else wrap_tokenizer(tokenizer),
         prompt,
         policy,
         lambda: whole_number("max_tokens", max_tokens, least=1),
@@ -493,7 +493,7 @@ def batch_generate(
     check_model("model", model)
     policy, processors = given_policy(policy), check_processors(logits_processors)
     check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
-    tokenizer = None if tokenizer is None else wrapped(tokenizer)
+    tokenizer = None if tokenizer is None else wrap_tokenizer(tokenizer)
     check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
     communicator = group or LOCAL
     sequences: list[TokenSequence] = []  # with the leader's samplers

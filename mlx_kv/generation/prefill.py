@@ -345,11 +345,7 @@ class TwoPassQueue:
     """
 
     def __init__(
-        self,
-        read: Callable[..., Any],
-        make_caches: Callable[[], list[Any]],
-        step: int,
-        instructions: Instructions,
+        self, read: Callable[..., Any], make_caches: Callable[[], list[Any]], step: int, instructions: Instructions
     ) -> None:
         self._read, self._make_caches, self._step, self._instructions = read, make_caches, step, instructions
         self._needed = needs_second_pass(make_caches())

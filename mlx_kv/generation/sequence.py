@@ -169,7 +169,7 @@ class TokenScore:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def scored(drawn: Iterable[tuple[mx.array, int, int | None]]) -> list[TokenScore | None]:
+def token_scores(drawn: Iterable[tuple[mx.array, int, int | None]]) -> list[TokenScore | None]:
     """Of log-probabilities (V,), the token that was drawn, and how many likeliest ones are wanted: None is nothing.
 
     All are worked out at once, and waited for once.

@@ -143,7 +143,7 @@ class RowsByClass:
             patch.close()
 
 
-def evaluated(caches: list[Any]) -> list[Any]:
+def evaluate_caches(caches: list[Any]) -> list[Any]:
     """Evaluates caches of one row of a batch, so that they no longer reference the batch's buffers."""
     for cache in leaves(caches):
         if isinstance(cache, RecurrentState):

@@ -65,7 +65,7 @@ if not select.select([0], [], [], float(sys.argv[1]))[0]:
 
 
 @contextlib.contextmanager
-def guarded(seconds: float) -> Iterator[None]:
+def limit_wait(seconds: float) -> Iterator[None]:
     """Ends this process, with one line, if MLX waits longer than that for a rank that never comes."""
     line = f"mlx-kv: error: not all ranks have come within {seconds:g} s: {START_AGAIN}\n"
     command = [sys.executable, "-I", "-S", "-c", _GUARD, str(seconds), line]
@@ -81,7 +81,7 @@ def guarded(seconds: float) -> Iterator[None]:
         guard.communicate(b".")
 
 
-def connected(launch: Launch) -> mx.distributed.Group:
+def connect_ranks(launch: Launch) -> mx.distributed.Group:
     """MLX's group of all ranks."""
     try:
         return mx.distributed.init(strict=True, backend=launch.backend)
@@ -100,7 +100,7 @@ class Meeting:
     reception: Reception | None
 
 
-def announced(raw: mx.distributed.Group, launch: Launch, address: str | None, secret: str | bytes | None) -> Meeting:
+def announce(raw: mx.distributed.Group, launch: Launch, address: str | None, secret: str | bytes | None) -> Meeting:
     """The leader listens, and announces where in a collective.
 
     Raises:
@@ -145,7 +145,7 @@ def _from_leader(raw: mx.distributed.Group, announcement: bytes) -> dict[str, An
     return dict(json.loads(bytes(numbers)))
 
 
-def linked(raw: mx.distributed.Group, meeting: Meeting, seconds: float, gone: Gone | None) -> Leader | Follower:
+def link_ranks(raw: mx.distributed.Group, meeting: Meeting, seconds: float, gone: Gone | None) -> Leader | Follower:
     """The control link of this rank, once all ranks have connected."""
     if meeting.reception is not None:
         return receive_ranks(meeting.reception, raw.size(), seconds, gone)
@@ -468,12 +468,12 @@ def join_ranks(
         return None
     if split not in (None, *get_args(Split)):
         raise ValueError(f"split is {split!r}: give heads or layers")
-    with guarded(join_seconds):
-        raw = connected(launch)
+    with limit_wait(join_seconds):
+        raw = connect_ranks(launch)
         if raw.size() == 1:
             return None
-        meeting = announced(raw, launch, address, secret)
-    link = linked(raw, meeting, join_seconds, gone)
+        meeting = announce(raw, launch, address, secret)
+    link = link_ranks(raw, meeting, join_seconds, gone)
     group = RankGroup(raw, split, link, step_seconds)
     # Results and control messages depend on versions, and a CPU rounds differently.
     versions = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}

@@ -20,7 +20,7 @@ from mlx_kv.generation.speculation.drafters import (
     RecentAnswers,
     SuffixAutomaton,
     SuffixDrafter,
-    continued,
+    repeat_from,
 )
 
 NOBODY: Any = None  # a model that nobody asks
@@ -260,7 +260,7 @@ def test_a_continuation_goes_on_in_a_circle() -> None:
     drafter = made(NgramDrafter)
     drafter.join([[9, 1, 2, 3, 1, 2, 3, 1, 2]], [])
     assert proposed(drafter, 7) == [[3, 1, 2, 3, 1, 2, 3]]
-    assert continued([5, 6, 7], 2, 3) == [7, 7, 7]
+    assert repeat_from([5, 6, 7], 2, 3) == [7, 7, 7]
 
 
 def test_an_answer_is_drafted_from_that_of_another_row() -> None:

@@ -315,7 +315,7 @@ def test_a_rank_that_has_met_the_others_and_does_not_come_is_named(
     """What would end this process if MLX waited for good is over by then, however long MLX took."""
     monkeypatch.setattr(group, "_GUARD", group._GUARD.replace("os.kill(os.getppid(), signal.SIGKILL)", "pass"))
     monkeypatch.setattr(group, "launched", lambda: Launch("ring", "127.0.0.1"))
-    monkeypatch.setattr(group, "connected", lambda launch: time.sleep(0.3) or Rank(0, 2))
+    monkeypatch.setattr(group, "connect_ranks", lambda launch: time.sleep(0.3) or Rank(0, 2))
     monkeypatch.setattr(group, "_from_leader", lambda raw, announcement: json.loads(announcement))
     with pytest.raises(ValueError, match="rank 1 has not come within 1 s: start all ranks again"):
         group.join_ranks(join_seconds=1.0)

@@ -153,7 +153,7 @@ class Choice:
         if noise is None:
             tokens = mx.argmax(logits, axis=-1)  # of the vocabulary's logarithm a guess has no use
         else:
-            tokens = self._chosen(normalized(logits), noise[:, ahead], range(ahead, ahead + 1))
+            tokens = self._chosen(log_probabilities(logits), noise[:, ahead], range(ahead, ahead + 1))
         self._guessed[ahead:] = [tokens]
         return tokens
 
@@ -238,6 +238,6 @@ class Choice:
         return mx.argmax(mx.concatenate(scaled_rows) + noise, axis=-1)
 
 
-def normalized(logits: mx.array) -> mx.array:
+def log_probabilities(logits: mx.array) -> mx.array:
     """Log-probabilities (..., V) of logits (..., V)."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -287,7 +287,7 @@ class LookupDrafter(Drafter):
             text.extend(got)
 
 
-def continued(text: Sequence[int], start: int, count: int) -> list[int]:
+def repeat_from(text: Sequence[int], start: int, count: int) -> list[int]:
     """`count` tokens of a text from one of its places on; past its end, the same tokens come again."""
     tokens = list(text[start : start + count])
     while 0 < len(tokens) < count:
@@ -327,7 +327,7 @@ class NgramText(Text):
                 self._after[last] = end
 
     def continuation(self, most: int) -> list[int]:
-        return [] if self._match_end is None else continued(self._tokens, self._match_end, most)
+        return [] if self._match_end is None else repeat_from(self._tokens, self._match_end, most)
 
 
 class NgramDrafter(LookupDrafter):
@@ -522,7 +522,7 @@ class SuffixText(Text):
                 return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
         if self._automaton.matched < self._min_match:
             return []
-        return continued(self._automaton.text, self._automaton.after, min(most, self._automaton.matched))
+        return repeat_from(self._automaton.text, self._automaton.after, min(most, self._automaton.matched))
 
     def ended(self) -> None:
         if len(self._automaton.text) > self._prompt:
