@@ -25,7 +25,7 @@ from mlx_kv import CachePolicy, PromptMemory, load_prompt_cache, save_prompt_cac
 from mlx_kv.cache import row_classes
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.prefixes import index, prefix_cache
+from mlx_kv.prefixes import index
 
 CODECS: dict[str, dict[str, Any]] = {
     "8 bits": {"bits": 8, "group_size": 32},
@@ -245,8 +245,7 @@ RULE = row_classes.assign_classes
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of histories are short: they are kept all the same."""
-    for module in (index, prefix_cache):
-        monkeypatch.setattr(module, "MIN_SHARED", 1)
+    monkeypatch.setattr(index, "MIN_SHARED", 1)
 
 
 def happens(case: Case, seed: int, folder: Path) -> bool:
