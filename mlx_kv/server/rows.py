@@ -10,7 +10,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -191,13 +191,17 @@ class Rows:
     """The jobs that have a row, from when they get one to their last token.
 
     Args:
-        open_prefixes: opens the cached prefixes, given a function that returns the fingerprint of their caches.
+        call: schedules a function in the worker's thread; called from others.
         deliver: called with the output of each step.
         group: the ranks of which this is the first; None is a single machine.
 
     Attributes:
         active: jobs with a row, by number.
+        prefixes: cached prefixes.
         plan: memory of rows.
+
+    Raises:
+        ValueError: the model does not support the policy.
     """
 
     def __init__(
@@ -206,30 +210,26 @@ class Rows:
         settings: WorkerSettings,
         policy: CachePolicy,
         monitor: Monitor,
-        open_prefixes: Callable[[Callable[[], str]], TieredPrefixes],
+        call: Callable[[Callable[[], None]], None],
         deliver: Callable[[list[OutputChunk]], None],
         group: RankGroup | None = None,
     ) -> None:
         self._models, self._settings, self.policy = models, settings, policy
         self._monitor, self._metrics, self._output, self._group = monitor, monitor.metrics, deliver, group
         self._instructions = Instructions.for_policy(policy, models.tokenizer, models.model)
-        self._open_prefixes = open_prefixes
         self.active: dict[int, Job] = {}
         self._lookups: set[Job] = set()  # jobs whose prompt is looked up
-
-    def begin(self) -> None:
-        """Makes the engine, and opens the cached prefixes.
-
-        Raises:
-            ValueError: the model does not support the policy.
-        """
-        models, settings = self._models, self._settings
         self._make_engine()
         try:
-            self.prefixes = self._open_prefixes(lambda: settings.fingerprint(models, self.policy, self.engine))
+            self.prefixes = TieredPrefixes(
+                PromptMemory(settings.prompt_memory_bytes),
+                None if settings.open_store is None else settings.open_store(models),
+                call,
+                lambda: settings.fingerprint(models, policy, self.engine),
+            )
             drafts = models.draft is not None or settings.drafting.drafter is not None
             drafted = settings.drafting.draft_tokens if drafts else 0
-            self.plan = plan_rows(models, self.policy, drafted, settings.max_batch_size, settings.prefill_step_size)
+            self.plan = plan_rows(models, policy, drafted, settings.max_batch_size, settings.prefill_step_size)
         except BaseException:
             self.engine.close()
             raise
@@ -253,11 +253,6 @@ class Rows:
     def reading(self) -> list[tuple[list[Job], list[Any]]]:
         """The jobs whose prompts are being read, with their caches."""
         return [(self._jobs(numbers), caches) for numbers, caches in self.engine.reading]
-
-    @property
-    def waits(self) -> bool:
-        """Whether `step` has nothing to do until a job is added or the store has answered."""
-        return not self.engine.busy
 
     def update_progress(self) -> None:
         """Copies the progress of each job into its fields."""
@@ -450,10 +445,10 @@ class Rows:
                 log.warning("the engine could not be restarted: %s; trying again", error)
             time.sleep(ENGINE_PAUSE)
 
-    def close(self) -> bool:
-        """Closes the engine and the prefixes; returns whether all prefixes are written."""
+    def close(self) -> None:
+        """Closes the engine, and waits until all prefixes are written."""
         self.engine.close()
-        return self.prefixes.close()
+        self.prefixes.close()
 
 
 # --- cached prefixes --------------------------------------------------------------------------------------------------
@@ -482,7 +477,6 @@ class TieredPrefixes:
                 log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
         self.memory, self.store, self._call = memory, store, call
         self._disk = ThreadPoolExecutor(1, "mlx-kv disk")
-        self._tasks: set[Future[Any]] = set()  # of the disk, not done
         self._pending = 0  # bytes waiting to be written
         self._refreshed = -REFRESH_EVERY  # time of the last look at entries of other processes
         self._loading = False  # whether the disk looks for a prompt
@@ -562,8 +556,8 @@ class TieredPrefixes:
         if self._pending and self._pending + new.caches.nbytes > MAX_PENDING:
             log.warning("the prompt store cannot keep up: one prompt was not stored")
             return
-        self._pending += new.caches.nbytes
-        self._on_disk(lambda: self._write(store, new), lambda written: self._written(new))
+        self._count_pending(new.caches.nbytes)
+        self._on_disk(lambda: self._write(store, new), lambda written: self._count_pending(-new.caches.nbytes))
 
     def _write(self, store: PromptStore, new: PackedEntry) -> None:
         """Writes an entry. If the disk refuses it, none is written for a while, and that is logged once.
@@ -587,42 +581,32 @@ class TieredPrefixes:
                     fix,
                 )
 
-    def _written(self, new: PackedEntry) -> None:
-        self._pending -= new.caches.nbytes
+    def _count_pending(self, nbytes: int) -> None:
+        self._pending += nbytes
 
     # --- the disk's thread --------------------------------------------------------------------------------------------
 
-    def _on_disk(self, task: Callable[[], T], then: Callable[[T | None], None]) -> Future[T | None]:
+    def _on_disk(self, task: Callable[[], T], then: Callable[[T | None], None]) -> None:
         """Runs a task in the disk's thread, then `then` in the worker's; with None if the task failed."""
 
-        def ended(work: Future[T | None]) -> None:
-            self._tasks.discard(work)
-            if work.cancelled():  # by `close`
-                return
-            error = work.exception()  # such as SystemExit: `_attempt` catches the others
-            if error is not None:
-                log.warning("the prompt store could not be used: %r", error)
-            result = None if error is not None else work.result()
+        def run() -> None:
+            result = self._attempt(task, BaseException)  # SystemExit, too: it would be lost in that thread
             self._call(lambda: then(result))
 
         try:
-            work = self._disk.submit(partial(self._attempt, task))
+            self._disk.submit(run)
         except RuntimeError as error:  # closed, or no thread could be started
-            work = Future()
-            work.set_exception(error)
-        self._tasks.add(work)
-        work.add_done_callback(ended)
-        return work
+            log.warning("the prompt store could not be used: %s", error)
+            self._call(lambda: then(None))
 
-    def _attempt(self, function: Callable[[], T]) -> T | None:
+    def _attempt(self, function: Callable[[], T], errors: type[BaseException] = Exception) -> T | None:
         """The result of a function; None, and a warning, if it fails."""
         try:
             return function()
-        except Exception as error:  # file systems raise errors of their own, and memory may be full
+        except errors as error:  # file systems raise errors of their own, and memory may be full
             log.warning("the prompt store could not be used: %s", " ".join(str(error).split()) or type(error).__name__)
             return None
 
-    def close(self) -> bool:
-        """Waits until all is written; returns whether it is."""
+    def close(self) -> None:
+        """Waits until all is written."""
         self._disk.shutdown()
-        return True

@@ -148,11 +148,6 @@ class Server(uvicorn.Server):
         """Does nothing: `ShutdownSignals` handles signals. uvicorn would drop all connections at a second Ctrl-C."""
         yield
 
-    @property
-    def unanswered(self) -> int:
-        """Number of admitted requests without a complete response."""
-        return self.api.admission.admitted
-
     def hurry(self) -> None:
         """Ends all responses with an error soon. Called from any thread, or in a signal handler."""
         self._hurries = True
@@ -174,16 +169,13 @@ class Server(uvicorn.Server):
 
     async def _end_responses(self) -> None:
         """Ends all responses with an error once they have to end, and waits until clients can have received it."""
-        deadline = math.inf
-        while self.broken is None and not self._hurries and self.api.worker.alive and time.monotonic() < deadline:
+        deadline, worker, admission = math.inf, self.api.worker, self.api.admission
+        while self.broken is None and not self._hurries and worker.alive and time.monotonic() < deadline:
             if self.should_exit and deadline == math.inf:
                 deadline = time.monotonic() + self._drain_seconds
             await asyncio.sleep(POLL_SECONDS)
-        admission = self.api.admission
-        if self.broken is not None:  # the worker may wait for another rank for good
-            admission.give_up(f"the server ends: {self.broken}")
-        elif not self.api.worker.alive:
-            admission.give_up(self.api.worker.end_reason)
+        if self.broken is not None or not worker.alive:  # with a broken group, the worker may wait for good
+            admission.give_up(f"the server ends: {self.broken or worker.failure or 'its worker has ended'}")
         else:
             admission.give_up()
         await asyncio.sleep(FLUSH_SECONDS)
@@ -258,4 +250,5 @@ class ShutdownSignals:
 
 
 def _requests(server: Server) -> str:
-    return f"{server.unanswered} request{'' if server.unanswered == 1 else 's'}"
+    count = server.api.admission.admitted
+    return f"{count} request{'' if count == 1 else 's'}"

@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
-from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
@@ -22,7 +21,7 @@ from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor, Snapshot
 from mlx_kv.server.output import Job, OutputChunk
-from mlx_kv.server.rows import Models, Rows, TieredPrefixes, WorkerSettings, out_of_memory
+from mlx_kv.server.rows import Models, Rows, WorkerSettings, out_of_memory
 
 log = logging.getLogger("mlx_kv.server")
 
@@ -118,7 +117,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._blocked_at: int | None = None  # number of rows beside which no waiting job can get one
-        self._stopping, self._started, self._all_stored = False, threading.Event(), True
+        self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
@@ -173,21 +172,16 @@ class Worker:
             seconds: to wait; None waits for good.
 
         Returns:
-            Whether it has ended, with all cached prefixes written to the store.
+            Whether it has ended; if it has, all cached prefixes are in the store.
         """
         self._inbox.put(partial(setattr, self, "_stopping", True))
         self._thread.join(seconds)
-        return not self.alive and self._all_stored
+        return not self.alive
 
     @property
     def alive(self) -> bool:
         """Whether jobs can be submitted. Once False, nothing more is delivered."""
         return self._thread.is_alive()
-
-    @property
-    def end_reason(self) -> str:
-        """A message for clients once the thread has ended."""
-        return f"the server ends: {self.failure or 'its worker has ended'}"
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -218,11 +212,10 @@ class Worker:
             settings,
             self.policy,
             self.monitor,
-            self._open_prefixes,
+            self._inbox.put,
             lambda chunks: self.deliver(chunks),
             self.group,
         )
-        self._rows.begin()
         self.plan = self._rows.plan
         self.limit = memory_limit(settings.memory_limit, sum(map(weight_bytes, models.networks)))
         self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
@@ -248,32 +241,19 @@ class Worker:
                 ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self.group is not None and self.group.gone_within(1.0)):
                     raise  # without all ranks there is no model
-                ending = "one row ends" if ran_out else f"all {self._row_count} rows end"
+                ending = "one row ends" if ran_out else f"all {len(self._rows.active)} rows end"
                 log.exception("a step failed: %s, and the engine restarts", ending)
             self._rows.recover(ran_out)  # outside of `except`, where the traceback would hold the arrays of that step
         self._rows.fail([*self._rows.active.values(), *self._waiting], SHUTTING_DOWN)
         if self.group is not None:
             self.group.finish()  # in this thread, since it owns its streams: others must not be left in a pass
-        self._all_stored = self._rows.close()
-
-    def _open_prefixes(self, fingerprint: Callable[[], str]) -> TieredPrefixes:
-        memory, open_store = PromptMemory(self.settings.prompt_memory_bytes), self.settings.open_store
-        store = None if open_store is None else open_store(self.models)
-        return TieredPrefixes(memory, store, self._inbox.put, fingerprint)
-
-    @property
-    def _row_count(self) -> int:
-        """Number of jobs with a row."""
-        return len(self._rows.active)
-
-    @property
-    def _has_free_row(self) -> bool:
-        return self._row_count < self.settings.max_batch_size
+        self._rows.close()
 
     @property
     def _may_admit(self) -> bool:
         """Whether a waiting job may get a row."""
-        return bool(self._waiting) and self._has_free_row and self._blocked_at != self._row_count
+        rows = len(self._rows.active)
+        return bool(self._waiting) and rows < self.settings.max_batch_size and self._blocked_at != rows
 
     def _update_monitor(self) -> None:
         rows, memory = self._rows, self._rows.prefixes.memory
@@ -295,7 +275,7 @@ class Worker:
     def _read_inbox(self) -> None:
         """Handles messages; waits for one if there is nothing else to do."""
         try:
-            if self._rows.waits and not self._may_admit:
+            if not self._rows.engine.busy and not self._may_admit:
                 timeout = UPDATE_EVERY if self.monitor.rate_falls else self._unload.seconds_left()
                 self._inbox.get(timeout=timeout)()
             while True:
@@ -307,13 +287,14 @@ class Worker:
         """Gives rows to waiting jobs in their order, as far as there is room."""
         if not self._may_admit:
             return
-        while self._waiting and self._has_free_row:
-            planned = self._rows.planned(self._waiting[0])
-            if self._row_count and not self.limit.fits(planned):
+        rows = self._rows
+        while self._waiting and len(rows.active) < self.settings.max_batch_size:
+            planned = rows.planned(self._waiting[0])
+            if rows.active and not self.limit.fits(planned):
                 break
             self._shrink_prefixes(planned)
-            self._rows.add(self._waiting.popleft())
-        self._blocked_at = self._row_count  # until a row ends, or a job comes or goes
+            rows.add(self._waiting.popleft())
+        self._blocked_at = len(rows.active)  # until a row ends, or a job comes or goes
 
     def _add(self, job: Job) -> None:
         self._waiting.append(job)

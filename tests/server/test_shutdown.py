@@ -23,7 +23,7 @@ def ending(drain_seconds: float, then: Any) -> tuple[list[str], float]:
     """What clients are told, and after how long, where something happens while answers end."""
     told: list[str] = []
     admission = SimpleNamespace(give_up=lambda why="the server is shutting down": told.append(why))
-    worker = SimpleNamespace(alive=True, end_reason="the server ends: its worker has ended")
+    worker = SimpleNamespace(alive=True, failure=None)
     api: Any = SimpleNamespace(app=None, admission=admission, worker=worker)
     server = run.Server(api, drain_seconds)
     server.should_exit = True
