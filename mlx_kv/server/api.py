@@ -14,6 +14,7 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import re
 import socket
 import ssl
 import time
@@ -62,15 +63,19 @@ from mlx_kv.server.requests import Limits as Limits
 from mlx_kv.server.rows import policy_name
 from mlx_kv.server.worker import Worker
 
+HOST_NAME = re.compile(r"\*|(\*\.)?[^\s*/:?#@\\\[\]]+")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+", re.IGNORECASE)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-PAGE = Path(__file__).with_name("page.html")
-CHAT_PAGE = Path(__file__).with_name("chat.html")
+PAGE = Path(__file__).with_name("page.html")  # shows /memory
+CHAT_PAGE = Path(__file__).with_name("chat.html")  # a chat in the browser, through /v1/chat/completions
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 COUNTERS = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses")
 MAX_PATH = 200  # characters of a path in the access log
 Refused = Callable[[Request, ApiError], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+log = logging.getLogger("mlx_kv.server")
 
 
 # --- host names and origins -------------------------------------------------------------------------------------------
@@ -108,13 +113,12 @@ class AccessRules:
         server_names = [socket.gethostname(), f"{socket.gethostname()}.local"] if self._any_address else [host]
         names = [name.lower() if _address(name.strip("[]")) is None else name.strip("[]") for name in hosts]
         for name in names:
-            plain = name.removeprefix("*.")
-            if name != ANY and _address(plain) is None and ("*" in plain or not plain or _name(plain) != plain):
+            if _address(name) is None and not HOST_NAME.fullmatch(name):
                 raise ValueError(
                     f"{name!r} is not a host name: write it without scheme and port, as in mac.lan or *.lan"
                 )
         for origin in origins:
-            if origin not in (ANY, "null") and (not _netloc(origin) or urlsplit(origin).path):
+            if not ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin: write scheme and host, as in https://example.com")
         self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in server_names], *names)))
         self._origins = [origin.lower() for origin in origins]
@@ -135,49 +139,34 @@ class AccessRules:
         check = Middleware(AccessMiddleware, rules=self, refused=refused)
         if not self._origins:
             return [check]
-        methods = ["GET", "POST", "DELETE"]
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=self._origins,
-            allow_methods=methods,
-            allow_headers=["*"],
-            expose_headers=[HEADER],
-        )
-        return [check, cors]
+        options: Any = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "expose_headers": [HEADER]}
+        return [check, Middleware(CORSMiddleware, allow_origins=self._origins, **options)]
 
     def check(self, headers: Headers) -> None:
         """Raises ApiError, 403, for another host name or a page of another site."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._allows(_name(host)):
+        name = _name(host)
+        if not (
+            {ANY, name} & set(self._hosts)
+            or (self._any_address and _address(name) is not None)
+            or any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
+        ):
             raise ApiError(
                 403, f"{host[:200]!r} is not a name of this server: start it with --allowed-hosts NAME, or use one of "
                 f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
-        same_site = origin is not None and _netloc(origin) == host.lower()
+        same_site = origin is not None and origin.lower().partition("://")[2] == host.lower()
         if origin is not None and not same_site and not {ANY, origin.lower()} & set(self._origins):
             raise ApiError(
                 403, f"pages of {origin[:200]!r} may not use this server: start it with --allowed-origins ORIGIN", None,
                 "origin_not_allowed",
             )  # fmt: skip
 
-    def _allows(self, name: str) -> bool:
-        if ANY in self._hosts or name in self._hosts or (self._any_address and _address(name) is not None):
-            return True
-        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
-
 
 def _name(host: str) -> str:
     """The name in a Host header, without port and brackets; empty if it has none."""
     try:
         return urlsplit(f"//{host}").hostname or "" if not set(host) & set("/?#@\\ ") else ""
-    except ValueError:
-        return ""
-
-
-def _netloc(origin: str) -> str:
-    """Host and port of an origin; empty if it is no URL."""
-    try:
-        return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
 
@@ -215,8 +204,8 @@ class ApiKeys:
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         values = (bearer if kind.lower() == "bearer" else "", headers.get("x-api-key", ""))  # the second: Anthropic's
         sent = [value.strip().encode("latin-1") for value in values]
-        found = [hmac.compare_digest(value, key) for value in sent for key in self._keys]
-        if not any(found):
+        matches = [hmac.compare_digest(value, key) for value in sent for key in self._keys]
+        if not any(matches):
             raise ApiError(
                 401, "no valid API key: send one as Authorization: Bearer KEY", None, "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},
@@ -372,14 +361,6 @@ class StatusRoutes:
             metrics.draft_gain.set(snapshot.speculation.gain or 0)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def page(self, request: Request) -> Response:
-        """The page that shows `memory`."""
-        return _html(PAGE)
-
-    async def chat_page(self, request: Request) -> Response:
-        """A chat in the browser, through /v1/chat/completions."""
-        return _html(CHAT_PAGE)
-
     async def memory(self, request: Request) -> Response:
         """Memory by request and in total, as JSON.
 
@@ -411,9 +392,14 @@ class StatusRoutes:
         return JsonResponse(report, headers={"Cache-Control": "no-store"})
 
 
-def _html(page: Path) -> Response:
-    headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
-    return Response(page.read_bytes(), media_type="text/html", headers=headers)
+def html_page(path: Path) -> Endpoint:
+    """The endpoint of a page."""
+
+    async def page(request: Request) -> Response:
+        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+        return Response(path.read_bytes(), media_type="text/html", headers=headers)
+
+    return page
 
 
 def _row(
@@ -453,8 +439,6 @@ def _row_drafts(job: Job, total: SpeculationStatistics) -> dict[str, float | int
 
 # --- the application --------------------------------------------------------------------------------------------------
 
-log = logging.getLogger("mlx_kv.server")
-Endpoint = Callable[[Request], Awaitable[Response]]
 # First parts of paths of earlier versions, with the way on.
 REMOVED = {
     "slots": "slots were removed in 0.4: prompts are cached without them; --prompt-store DIR keeps them for restarts",
@@ -495,13 +479,13 @@ class Api:
 
     def __init__(self, worker: Worker, name: str, settings: HttpSettings | None = None) -> None:
         settings = settings or HttpSettings()
-        self.worker, self.metrics, self.limits = worker, worker.metrics, settings.limits
+        self.worker, self.limits = worker, settings.limits
         worker.monitor.prefixes.allows_text = len(settings.keys) <= 1  # else texts would reach users with other keys
         self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases)
         self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
         self._handler = RequestHandler(worker, self.admission, self.limits, self.names)
-        self._status, self._conversations = StatusRoutes(worker, self.admission, self.names), Conversations()
-        guarded, status = self._guarded, self._status
+        self._conversations = Conversations()
+        guarded, status = self._guarded, StatusRoutes(worker, self.admission, self.names)
         ollama = OllamaDialect(self.names, worker.models.tokenizer.has_chat_template)
         models = OllamaRoutes(worker, self.names, self.limits)
         self.app = Starlette(
@@ -527,8 +511,8 @@ class Api:
                 Route("/memory", guarded(status.memory)),
                 Route("/health", status.health),
                 Route("/ready", status.ready),
-                Route("/", status.page),
-                Route("/chat", status.chat_page),
+                Route("/", html_page(PAGE)),
+                Route("/chat", html_page(CHAT_PAGE)),
             ],
             exception_handlers={ApiError: self._refused, HTTPException: self._not_found, Exception: self._failed},
             middleware=(settings.access or AccessRules(settings.host)).middleware(self._refused),

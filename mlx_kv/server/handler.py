@@ -407,8 +407,10 @@ def encode_chat(
         messages = copy.deepcopy(request.messages)
         for function in (call["function"] for message in messages for call in message.get("tool_calls") or ()):
             function["arguments"] = function["arguments"] or "{}"
-        for message in messages:
-            _name_reasoning_twice(message)
+        for message in messages:  # templates read either name; answers have the first, as mlx_lm.server's do
+            reasoning = message.get("reasoning") or message.get("reasoning_content")
+            if isinstance(reasoning, str):
+                message["reasoning"] = message["reasoning_content"] = reasoning
         process_message_content(messages)
         if not tokenizer.has_chat_template:
             if request.template:
@@ -422,13 +424,6 @@ def encode_chat(
     except Exception as error:  # chat templates are programs, and raise any error
         problem = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, problem[:500], "messages") from error
-
-
-def _name_reasoning_twice(message: dict[str, Any]) -> None:
-    """Adds reasoning under both names: answers have `reasoning`, as mlx_lm.server's do, and templates read either."""
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    if isinstance(reasoning, str):
-        message["reasoning"] = message["reasoning_content"] = reasoning
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -453,12 +448,16 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission, status = self._admission, 499
         self._collector = admission.submit([choice.job for choice in self._choices])
-        gone = asyncio.create_task(self._hung_up(receive))
+
+        async def wait_for_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(STALLED):
                 await send(message)
 
+        gone = asyncio.create_task(wait_for_disconnect())
         work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, send_in_time))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -475,10 +474,6 @@ class CompletionResponse(Response):
             admission.count(scope["path"], status)
             endpoint = ENDPOINTS.get(scope["path"], "other")
             admission.metrics.duration.labels(endpoint).observe(time.monotonic() - self._since)
-
-    async def _hung_up(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
     async def _deltas(self) -> AsyncIterator[tuple[Choice, Delta] | None]:
         """The parts of the answers as they come; None after some seconds without any.

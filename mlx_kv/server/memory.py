@@ -114,17 +114,14 @@ class RowPlan:
             return in_one_batch
         bytes_per_slot = self.memory.bytes_per_slot + self.draft.bytes_per_slot
         in_classes = int(MAX_PADDING * sum(self.nbytes(row.slots) for row in rows)) + self.class_slots * bytes_per_slot
-        needed = min(in_one_batch, in_classes)
-        return min(needed, self._sharing(rows, self.class_slots)) if self._share(rows, self.class_slots) else needed
+        needed, first = min(in_one_batch, in_classes), [row.first for row in rows if row.first]
+        # Rows share first tokens where that saves at least twice what it takes.
+        shares = first and self.shares(rows) and sum(first) >= self.class_slots * len(set(first))
+        return min(needed, self._sharing(rows, self.class_slots)) if shares else needed
 
     def shares(self, rows: Iterable[RowSlots]) -> bool:
         """Whether these rows can hold what they share once until their end."""
         return all(row.slots <= self.shares_up_to for row in rows)
-
-    def _share(self, rows: Sequence[RowSlots], class_slots: int) -> bool:
-        """Whether enough is shared, by twice what it takes for rows to share it."""
-        first = [row.first for row in rows if row.first]
-        return self.shares(rows) and bool(first) and sum(first) >= class_slots * len(set(first))
 
     def _sharing(self, rows: Sequence[RowSlots], class_slots: int) -> int:
         """Maximum bytes of rows that hold shared tokens once.

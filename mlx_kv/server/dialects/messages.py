@@ -109,10 +109,6 @@ class Message(Body):
                 )
         return value
 
-    def chat_message(self) -> chat.Message:
-        """This message in a chat."""
-        return chat.Message(self.role, [block.part() for block in self.content])
-
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
@@ -124,10 +120,6 @@ class FunctionTool(Body):
     input_schema: dict[str, Any]
     description: str = ""
     strict: bool | None = None
-
-    def chat_tool(self) -> chat.Tool:
-        """This tool in a chat."""
-        return chat.tool(self.name, self.description, self.input_schema, self.strict)
 
 
 class Choose(Body):
@@ -186,14 +178,15 @@ class CountBody(requests.ChatFields):
         if {"stop", "stop_sequences"} <= self.model_fields_set:
             raise ApiError(400, "stop and stop_sequences both end an answer: send one", "stop")
         system = [chat.Message("system", [chat.Text(self.system)])] if self.system else []
-        messages = chat.as_chat([*system, *(message.chat_message() for message in self.messages)])
+        conversation = [chat.Message(each.role, [block.part() for block in each.content]) for each in self.messages]
+        messages = chat.as_chat(system + conversation)
         thinks = self.enable_thinking if self.thinking.type == "adaptive" else self.thinking.type == "enabled"
         continues = self.messages[-1].role == "assistant" and not messages[-1].get("tool_calls")
         body = self.model_copy(update={"enable_thinking": thinks, "continue_final_message": continues})
         request = body.chat_request(
             rules,
             messages,
-            [tool.chat_tool() for tool in self.tools],
+            [chat.tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools],
             self.tool_choice.chat_choice(),
             requests.ConstraintField("output_config.format", self.output_config.format),
             self.output_config.effort,

@@ -31,8 +31,7 @@ FAMILY = "general.architecture"
 
 def _no_images(value: Any) -> Any:
     if value:
-        refusal = "has images, and this server's model reads text alone: leave them out"
-        requests.read_parts([{"type": "image"}], refusal=refusal, located=False)
+        raise FieldError("has images, and this server's model reads text alone: leave them out")
     return value
 
 

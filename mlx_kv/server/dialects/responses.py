@@ -98,10 +98,6 @@ class CallOutputItem(Body):
         return chat.Message("tool", [chat.Result(self.call_id, self.output)])
 
 
-def _kind(item: Any) -> str:
-    return f"{requests.TAG}{item.get('type', 'message')}"
-
-
 def _check_item(item: Any) -> Any:
     if not isinstance(item, dict):
         raise FieldError(f"is a JSON {requests.json_kind(item)}: send an object")
@@ -119,7 +115,7 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag(f"{requests.TAG}reasoning")]
     | Annotated[CallItem, Tag(f"{requests.TAG}function_call")]
     | Annotated[CallOutputItem, Tag(f"{requests.TAG}function_call_output")],
-    Discriminator(_kind),
+    Discriminator(lambda item: f"{requests.TAG}{item.get('type', 'message')}"),
     BeforeValidator(_check_item),
 ]
 
@@ -134,10 +130,6 @@ class FunctionTool(Body):
     description: Any = None
     parameters: Any = None
     strict: Any = None
-
-    def chat_tool(self) -> chat.Tool:
-        """This tool in a chat."""
-        return chat.tool(self.name, self.description, self.parameters, self.strict)
 
 
 class Reasoning(Body):
@@ -195,7 +187,7 @@ class ResponseBody(requests.ChatFields):
         if self.truncation != "disabled":
             rules.unknown.no_effect("truncation", "a conversation that is too long is refused, not cut")
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        tools = [tool.chat_tool() for tool in self.tools]
+        tools = [chat.tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in self.tools]
         response_format = requests.ConstraintField("text.format", self.text.format)
         request = self.chat_request(
             rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort
