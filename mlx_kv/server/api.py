@@ -136,11 +136,23 @@ class AccessRules:
         Args:
             refused: makes the response to a request without access.
         """
-        check = Middleware(AccessMiddleware, rules=self, refused=refused)
+
+        def with_access(app: ASGIApp) -> ASGIApp:
+            async def check(scope: Scope, receive: Receive, send: Send) -> None:
+                if scope["type"] == "http":
+                    try:
+                        self.check(Headers(scope=scope))
+                    except ApiError as error:
+                        await (await refused(Request(scope), error))(scope, receive, send)
+                        return
+                await app(scope, receive, send)
+
+            return check
+
         if not self._origins:
-            return [check]
+            return [Middleware(with_access)]
         options: Any = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "expose_headers": [HEADER]}
-        return [check, Middleware(CORSMiddleware, allow_origins=self._origins, **options)]
+        return [Middleware(with_access), Middleware(CORSMiddleware, allow_origins=self._origins, **options)]
 
     def check(self, headers: Headers) -> None:
         """Raises ApiError, 403, for another host name or a page of another site."""
@@ -169,23 +181,6 @@ def _name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or "" if not set(host) & set("/?#@\\ ") else ""
     except ValueError:
         return ""
-
-
-class AccessMiddleware:
-    """Answers requests without access with an error object."""
-
-    def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
-        self._app, self._rules, self._refused = app, rules, refused
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._rules.check(Headers(scope=scope))
-            except ApiError as error:
-                response = await self._refused(Request(scope), error)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 # --- API keys and certificates ----------------------------------------------------------------------------------------
@@ -349,7 +344,7 @@ class StatusRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics; the gauges are set from the newest snapshot."""
-        snapshot, metrics = self._worker.snapshot, self._worker.metrics
+        snapshot, metrics = self._worker.monitor.snapshot, self._worker.metrics
         for name, value in self._gauges(snapshot).items():
             getattr(metrics, name).set(value)
         metrics.rows.set(sum(job.joined for job in self._admission.jobs))

@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
 from mlx_kv.generation.generate import StopStrings
+from mlx_kv.generation.grammar import LeadIn
 from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.output import (
     ChatOutputParser,
@@ -304,7 +305,9 @@ class RequestHandler:
                         since=since,
                     )
                     if grammar is not None:
-                        job.grammar = self._grammars.processor(grammar, tokens, request.chat, request.may_call)
+                        tokenizer = self._worker.models.tokenizer  # in a chat, reasoning may precede the answer
+                        lead_in = LeadIn.after(tokenizer, tokens, request.may_call) if request.chat else None
+                        job.grammar = grammar.processor(len(tokens), lead_in)
                     choices.append(self._choice(request, len(choices), place, job))
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
         except BaseException:

@@ -24,15 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_kv.files.tensor_files import read_json
 from mlx_kv.generation.generate import StopStrings
-from mlx_kv.generation.grammar import (
-    CallMarks,
-    Constraint,
-    Grammar,
-    GrammarCompiler,
-    GrammarError,
-    GrammarProcessor,
-    LeadIn,
-)
+from mlx_kv.generation.grammar import CallMarks, Constraint, Grammar, GrammarCompiler, GrammarError, GrammarProcessor
 from mlx_kv.generation.sequence import BatchToken, TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.prefixes.index import packed
@@ -621,16 +613,6 @@ class Grammars:
     def close(self) -> None:
         """Ends the thread after the grammar that it compiles."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def processor(self, grammar: Grammar, prompt: list[int], chat: bool, may_call: bool) -> GrammarProcessor:
-        """The logits processor that makes one answer follow a grammar.
-
-        Args:
-            prompt: the tokens before the answer.
-            chat: whether reasoning may precede the answer.
-            may_call: whether the answer may be a tool call instead.
-        """
-        return grammar.processor(len(prompt), LeadIn.after(self._tokenizer, prompt, may_call) if chat else None)
 
 
 def marks_of(tokenizer: Any) -> CallMarks | None:

@@ -501,10 +501,13 @@ class TieredPrefixes:
         elif is_stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= min_tokens:
             self._loading = True
             self._refreshed = time.monotonic() if is_stale else self._refreshed
-            self._on_disk(
-                lambda: self._load(store, tokens, min_tokens, is_stale),
-                lambda stored: self._loaded(store, tokens, found, stored),
-            )
+
+            def load() -> StoredPrompt | None:
+                if is_stale:
+                    store.refresh()
+                return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
+
+            self._on_disk(load, partial(self._loaded, store, tokens, found))
         else:
             found(*self.find(tokens))
 
@@ -513,13 +516,6 @@ class TieredPrefixes:
         if above and (self._attempt(lambda: self.memory.serves(tokens)) or 0) < above + MIN_SHARED:
             return None, 0
         return self._attempt(lambda: self.memory.find(tokens)) or (None, 0)
-
-    @staticmethod
-    def _load(store: PromptStore, tokens: list[int], min_tokens: int, refresh: bool) -> StoredPrompt | None:
-        """In the disk's thread: what the store has of a prompt, if that is enough."""
-        if refresh:
-            store.refresh()
-        return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
 
     def _loaded(
         self,
@@ -545,11 +541,9 @@ class TieredPrefixes:
         """Caches a prefix in memory, and in the store unless that has just refused an entry."""
         self._attempt(lambda: self.memory.keep(tokens, caches))
         if self.store is not None and time.monotonic() >= self._retry_at:
-            self._attempt(lambda: self._store(tokens, caches))
+            self._attempt(partial(self._store, self.store, tokens, caches))
 
-    def _store(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
-        store = self.store
-        assert store is not None
+    def _store(self, store: PromptStore, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         new = store.pack(tokens, caches)
         if new is None:
             return

@@ -19,7 +19,7 @@ from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
-from mlx_kv.server.monitor import UPDATE_EVERY, Monitor, Snapshot
+from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
 from mlx_kv.server.rows import Models, Rows, WorkerSettings, out_of_memory
 
@@ -159,11 +159,6 @@ class Worker:
     def cancel(self, job: Job) -> None:
         """Ends a job at any stage; does nothing if it has ended."""
         self._inbox.put(partial(self._cancel, job))
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The newest snapshot of memory."""
-        return self.monitor.snapshot
 
     def stop(self, seconds: float | None = None) -> bool:
         """Ends the thread; unfinished jobs get an error.

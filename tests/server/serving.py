@@ -64,7 +64,7 @@ class Running:
     def wait_until(self, what: Callable[[], bool], seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < deadline, f"did not happen in {seconds} s: {self.worker.snapshot}"
+            assert time.monotonic() < deadline, f"did not happen in {seconds} s: {self.worker.monitor.snapshot}"
             time.sleep(0.02)
 
     def wait_until_empty(self) -> None:
@@ -73,7 +73,10 @@ class Running:
             lambda: not self.worker._rows.active and not self.worker._waiting and not self.worker._rows.engine.busy
         )
         self.wait_until(
-            lambda: not self.worker.snapshot.decoding and self.worker.snapshot.occupancy.bytes_allocated == 0
+            lambda: (
+                not self.worker.monitor.snapshot.decoding
+                and self.worker.monitor.snapshot.occupancy.bytes_allocated == 0
+            )
         )
         self.wait_until(lambda: self.api.admission.admitted == 0 and not self.api.admission.jobs)
 

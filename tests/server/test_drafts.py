@@ -97,7 +97,7 @@ def test_what_is_not_to_be_kept_is_nobody_elses_draft() -> None:
 def drafts(server: Running) -> Any:
     """What the page shows when the last row has ended, which /metrics says, too."""
     server.wait_until_empty()
-    server.wait_until(lambda: server.worker.snapshot.speculation == server.worker._rows.engine.speculation)
+    server.wait_until(lambda: server.worker.monitor.snapshot.speculation == server.worker._rows.engine.speculation)
     shown = server.http.get("/memory").json()["drafts"]
     said = {
         sample.name: sample.value

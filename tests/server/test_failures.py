@@ -79,7 +79,7 @@ def test_whatever_the_worker_dies_of_every_request_ends(
     with running(max_batch_size=1) as server, ThreadPoolExecutor(4) as pool:
         body = {"prompt": "import os", "max_tokens": 100_000}
         asked: list[Future[httpx.Response]] = [pool.submit(server.post, **body, stream=True)]
-        server.wait_until(lambda: bool(server.worker.snapshot.decoding))
+        server.wait_until(lambda: bool(server.worker.monitor.snapshot.decoding))
         asked.append(pool.submit(server.post, **body))
         server.wait_until(lambda: len(server.worker._waiting) == 1)
         with held(server):
@@ -101,7 +101,7 @@ def test_whatever_the_worker_dies_of_every_request_ends(
 def test_later_requests_hear_why_there_is_no_worker() -> None:
     with running() as server:
         kill(server.worker._thread)
-        server.worker.cancel(server.worker.snapshot)  # type: ignore[arg-type]  # which wakes it
+        server.worker.cancel(server.worker.monitor.snapshot)  # type: ignore[arg-type]  # which wakes it
         server.wait_until(lambda: server.api.admission.closing is not None)
 
         async def ask() -> list[httpx.Response]:

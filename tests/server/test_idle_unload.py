@@ -75,7 +75,7 @@ def test_a_server_lets_go_and_goes_on(draft: bool) -> None:
         wanted = server.complete(SOURCE[:400], 30)
         held = mx.get_active_memory()
         server.wait_until(lambda: mx.get_active_memory() < held - WEIGHTS)
-        server.wait_until(lambda: server.worker.snapshot.active_memory < held - WEIGHTS)
+        server.wait_until(lambda: server.worker.monitor.snapshot.active_memory < held - WEIGHTS)
         answer = server.post(prompt=SOURCE[:400], max_tokens=30).json()
         assert answer["choices"][0]["text"] == wanted
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 50  # what was read stays read
@@ -86,6 +86,6 @@ def test_no_weights_are_held_before_the_first_request() -> None:
     unload = IdleUnload(None, lambda models: options.release(models.model), lazy=True)
     with running(unload=unload) as server:
         assert mx.get_active_memory() < before + 1_000_000
-        assert server.worker.snapshot.active_memory < before + 1_000_000
+        assert server.worker.monitor.snapshot.active_memory < before + 1_000_000
         with running() as other:
             assert server.complete(SOURCE[:400], 30) == other.complete(SOURCE[:400], 30)

@@ -104,7 +104,7 @@ def test_a_prompt_goes_on_from_a_row_that_still_decodes(draft: bool) -> None:
         wanted = plain.complete(LONG + ENDS[0], 20)
     with running(draft=draft, prompt_memory_bytes=PLENTY) as server, ThreadPoolExecutor(1) as pool:
         long = pool.submit(server.post, prompt=LONG, max_tokens=600)
-        server.wait_until(lambda: bool(server.worker.snapshot.decoding))
+        server.wait_until(lambda: bool(server.worker.monitor.snapshot.decoding))
         answer = server.post(prompt=LONG + ENDS[0], max_tokens=20).json()
         assert not long.done()
         assert cached(answer) >= 0.95 * answer["usage"]["prompt_tokens"]

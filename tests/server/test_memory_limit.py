@@ -166,7 +166,7 @@ def test_kept_prompts_make_room_for_rows() -> None:
     with running(memory_limit=weights + room, prompt_memory_bytes=2**28) as server:
         for start in range(0, 2000, 250):  # each is kept, all together are too many
             server.complete(LONG[start : start + 800], 4)
-        server.wait_until(lambda: 0 < server.worker.snapshot.prompt_memory <= room)
+        server.wait_until(lambda: 0 < server.worker.monitor.snapshot.prompt_memory <= room)
         assert server.complete(LONG[:2500], 100)  # takes nearly all that there is
 
 

@@ -123,7 +123,9 @@ def test_all_that_was_let_in_is_shown() -> None:
     with running(max_batch_size=2) as server, ThreadPoolExecutor(8) as pool:
         go_on, encoding = threading.Event(), threading.Event()
         asked = [pool.submit(server.complete, "import os", 400) for _ in range(5)]
-        server.wait_until(lambda: len(server.worker.snapshot.decoding) == 2 and len(server.worker._waiting) == 3)
+        server.wait_until(
+            lambda: len(server.worker.monitor.snapshot.decoding) == 2 and len(server.worker._waiting) == 3
+        )
         try:
             server.worker._inbox.put(lambda: go_on.wait(20) and None)
             asked += [pool.submit(server.complete, "import os", 4)]

@@ -20,7 +20,7 @@ from random_schemas import random_schema
 from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.generation import grammar as compiled
-from mlx_kv.generation.grammar import GrammarCompiler
+from mlx_kv.generation.grammar import GrammarCompiler, LeadIn
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server import output
 from mlx_kv.server.dialects.completions import chats
@@ -202,8 +202,8 @@ def test_where_tools_are_free_an_answer_has_its_form_or_is_a_call(reference: Any
     def may_call(**options: Any) -> bool:
         request = chats(CHAT | {"response_format": STRICT} | options, rules).request
         grammar = asyncio.run(made.compile(request.constraint, request.constraint_field))
-        processor = made.processor(grammar, [1, 2], request.chat, request.may_call)
-        assert processor is not None
+        assert grammar is not None
+        processor = grammar.processor(2, LeadIn.after(tokenizer, [1, 2], request.may_call))
         return bool(processor(mx.array([1, 2]), mx.zeros((1, 4096)))[0, mark] == 0)
 
     assert may_call(tools=TOOLS)
