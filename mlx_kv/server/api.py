@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.dialects.completions import chats, completions
-from mlx_kv.server.dialects.messages import counted, messages
+from mlx_kv.server.dialects.messages import messages, token_count_request
 from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
 from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
 from mlx_kv.server.handler import (
@@ -73,7 +73,7 @@ PAGE_POLICY = (
 )
 COUNTERS = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses")
 MAX_PATH = 200  # characters of a path in the access log
-Refused = Callable[[Request, ApiError], Awaitable[Response]]
+ErrorResponse = Callable[[Request, ApiError], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger("mlx_kv.server")
 
@@ -130,11 +130,11 @@ class AccessRules:
             return "any name"
         return ", ".join((["any IP address"] if self._any_address else []) + self._hosts)
 
-    def middleware(self, refused: Refused) -> list[Middleware]:
+    def middleware(self, error_response: ErrorResponse) -> list[Middleware]:
         """Middleware of a Starlette application, outermost first.
 
         Args:
-            refused: makes the response to a request without access.
+            error_response: makes the response to a request without access.
         """
 
         def with_access(app: ASGIApp) -> ASGIApp:
@@ -143,7 +143,7 @@ class AccessRules:
                     try:
                         self.check(Headers(scope=scope))
                     except ApiError as error:
-                        await (await refused(Request(scope), error))(scope, receive, send)
+                        await (await error_response(Request(scope), error))(scope, receive, send)
                         return
                 await app(scope, receive, send)
 
@@ -331,7 +331,7 @@ class StatusRoutes:
         """The gauges of /memory and /metrics, by their names in both."""
         occupancy = snapshot.occupancy
         return {
-            "waiting": self._admission.admitted - sum(job.joined for job in self._admission.jobs),
+            "waiting": self._admission.admitted - sum(job.has_row for job in self._admission.jobs),
             "tokens_per_second": round(snapshot.tokens_per_second, 1),
             "bytes_live": occupancy.bytes_live,
             "bytes_allocated": occupancy.bytes_allocated,
@@ -347,7 +347,7 @@ class StatusRoutes:
         snapshot, metrics = self._worker.monitor.snapshot, self._worker.metrics
         for name, value in self._gauges(snapshot).items():
             getattr(metrics, name).set(value)
-        metrics.rows.set(sum(job.joined for job in self._admission.jobs))
+        metrics.rows.set(sum(job.has_row for job in self._admission.jobs))
         metrics.memory_limit.set(self._worker.limit.limit or 0)
         metrics.policies.set(1)
         if snapshot.speculation is not None:
@@ -366,19 +366,19 @@ class StatusRoutes:
         snapshot, jobs, metrics = worker.monitor.watch(), admission.jobs, worker.metrics
         occupancy, drafts = snapshot.occupancy, snapshot.speculation
         counts = zip((*snapshot.generated, *[0] * len(snapshot.reading)), occupancy.rows, strict=False)
-        held = dict(zip((*snapshot.decoding, *snapshot.reading), counts, strict=False))
+        occupied = dict(zip((*snapshot.decoding, *snapshot.reading), counts, strict=False))
         report = {
             **{name: metrics.total(name) for name in COUNTERS},
             "model": self._names.name,
             "max_batch_size": worker.settings.max_batch_size,
-            "rows": [_row(job, worker.policy, drafts, *held.get(job, (len(job.answer), ()))) for job in jobs],
+            "rows": [_row(job, worker.policy, drafts, *occupied.get(job, (len(job.answer), ()))) for job in jobs],
             **self._gauges(snapshot),
             "in_flight": admission.admitted,
             "history": worker.monitor.history.figures(time.monotonic()),
             "memory_limit": worker.limit.limit,
             "freed_memory_limit": worker.freed_limit,
             "weights": worker.limit.weights,
-            "policies": [{"policy": policy_name(worker.policy), "rows": sum(job.joined for job in jobs)}],
+            "policies": [{"policy": policy_name(worker.policy), "rows": sum(job.has_row for job in jobs)}],
             "keeps_prompts": worker.settings.keeps_prompts,
             "prefixes": worker.monitor.prefixes.newest(),
             "drafts": None if drafts is None else drafts.figures(),
@@ -407,7 +407,7 @@ def _row(
     return {
         "number": job.number,
         "policy": policy_name(policy),
-        "state": "decoding" if job.answer else "reading" if job.joined else "waiting",
+        "state": "decoding" if job.answer else "reading" if job.has_row else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,
         "read_tokens": len(job.tokens) if job.answer else max(job.read, job.cached),
@@ -485,12 +485,12 @@ class Api:
         models = OllamaRoutes(worker, self.names, self.limits)
         self.app = Starlette(
             routes=[
-                *self._answers(COMPLETIONS, completions),
-                *self._answers(CHATS, chats),
-                *self._answers(RESPONSES, ResponsesDialect(self._conversations)),
-                *self._answers(MESSAGES, messages),
-                *self._answers(OLLAMA_CHATS, ollama.chat),
-                *self._answers(OLLAMA_PROMPTS, ollama.generate),
+                *self._generation_routes(COMPLETIONS, completions),
+                *self._generation_routes(CHATS, chats),
+                *self._generation_routes(RESPONSES, ResponsesDialect(self._conversations)),
+                *self._generation_routes(MESSAGES, messages),
+                *self._generation_routes(OLLAMA_CHATS, ollama.chat),
+                *self._generation_routes(OLLAMA_PROMPTS, ollama.generate),
                 Route("/api/tags", guarded(models.tags)),
                 Route("/api/ps", guarded(models.running)),
                 Route("/api/show", guarded(models.show), methods=["POST"]),
@@ -509,8 +509,12 @@ class Api:
                 Route("/", html_page(PAGE)),
                 Route("/chat", html_page(CHAT_PAGE)),
             ],
-            exception_handlers={ApiError: self._refused, HTTPException: self._not_found, Exception: self._failed},
-            middleware=(settings.access or AccessRules(settings.host)).middleware(self._refused),
+            exception_handlers={
+                ApiError: self._error_response,
+                HTTPException: self._http_error,
+                Exception: self._server_error,
+            },
+            middleware=(settings.access or AccessRules(settings.host)).middleware(self._error_response),
             lifespan=self._lifespan,
         )
 
@@ -525,13 +529,13 @@ class Api:
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         """An endpoint that requires an API key, if there are any."""
 
-        async def checked(request: Request) -> Response:
+        async def with_key(request: Request) -> Response:
             self._keys.check(request.headers)
             return await endpoint(request)
 
-        return checked
+        return with_key
 
-    def _answers(self, paths: Sequence[str], dialect: Dialect) -> list[Route]:
+    def _generation_routes(self, paths: Sequence[str], dialect: Dialect) -> list[Route]:
         """Routes to generated answers, for the requests of a dialect."""
 
         async def answer(request: Request) -> Response:
@@ -548,7 +552,7 @@ class Api:
         return JsonResponse(self._conversations.find(name).response)
 
     async def _count(self, request: Request) -> Response:
-        return JsonResponse({"input_tokens": await self._handler.count(request, counted)})
+        return JsonResponse({"input_tokens": await self._handler.count(request, token_count_request)})
 
     async def _embeddings(self, request: Request) -> Response:
         message = f"{self.names.name!r} generates text and has no embeddings: use a server of an embedding model"
@@ -556,19 +560,21 @@ class Api:
 
     # --- errors ---------------------------------------------------------------------------------------------------
 
-    async def _refused(self, request: Request, error: Exception) -> Response:
+    async def _error_response(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         self.admission.count(request.url.path, error.status)
         return JsonResponse(error_body(error, request.url.path), error.status, error.headers)
 
-    async def _not_found(self, request: Request, error: Exception) -> Response:
+    async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
-        missing = REMOVED.get(path.split("/")[1], f"there is no {path[:200]}")
-        reasons = {404: missing, 405: f"{request.method} is not allowed here"}
+        not_found = REMOVED.get(path.split("/")[1], f"there is no {path[:200]}")
+        reasons = {404: not_found, 405: f"{request.method} is not allowed here"}
         message = reasons.get(error.status_code, error.detail)
-        return await self._refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+        return await self._error_response(
+            request, ApiError(error.status_code, message, headers=dict(error.headers or {}))
+        )
 
-    async def _failed(self, request: Request, error: Exception) -> Response:
+    async def _server_error(self, request: Request, error: Exception) -> Response:
         log.error("a request to %s could not be answered", request.url.path[:200], exc_info=error)
-        return await self._refused(request, ApiError(500, "the server failed: see its log"))
+        return await self._error_response(request, ApiError(500, "the server failed: see its log"))

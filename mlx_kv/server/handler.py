@@ -67,7 +67,7 @@ class OutputCollector:
         self._chunks: dict[Job, OutputChunk] = {}
         self._error: ApiError | None = None
         self._ready, self._silent = asyncio.Event(), False
-        self._begun, self._unmatched = asyncio.Event(), len(jobs)
+        self._looked_up, self._unmatched = asyncio.Event(), len(jobs)
         self._tick()
 
     def _tick(self) -> None:
@@ -83,15 +83,15 @@ class OutputCollector:
             self.fail(ApiError(chunk.status, chunk.error))
             return
         before = self._chunks.get(chunk.job)
-        self._chunks[chunk.job] = chunk if before is None else before.joined(chunk)
+        self._chunks[chunk.job] = chunk if before is None else before.merge(chunk)
         self._ready.set()
-        self._begun.set()
+        self._looked_up.set()
 
     def fail(self, error: ApiError) -> None:
         """Raises an error in `get`, after the chunks so far."""
         self._error = error
         self._ready.set()
-        self._begun.set()
+        self._looked_up.set()
 
     async def get(self) -> list[OutputChunk]:
         """Waits for new chunks; an empty list after a long silence.
@@ -108,7 +108,7 @@ class OutputCollector:
             self._ready.set()
         return chunks
 
-    async def begun(self, seconds: float) -> bool:
+    async def wait_for_match(self, seconds: float) -> bool:
         """Waits until all prompts have been looked up in the prefix cache, or output or an error has come.
 
         Args:
@@ -118,14 +118,14 @@ class OutputCollector:
             Whether that happened in time.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._begun.wait(), seconds)
-        return self._begun.is_set()
+            await asyncio.wait_for(self._looked_up.wait(), seconds)
+        return self._looked_up.is_set()
 
-    def matched(self) -> None:
+    def count_match(self) -> None:
         """Called for each job when its prompt has been looked up."""
         self._unmatched -= 1
         if self._unmatched <= 0:
-            self._begun.set()
+            self._looked_up.set()
 
     def close(self) -> None:
         """Ends the timer."""
@@ -173,8 +173,8 @@ class AdmissionController:
         if self.closing is not None:
             raise ApiError(503, self.closing)
         if choices > self._max_requests:
-            most = f"and this server accepts at most {self._max_requests:,}: send fewer"
-            raise ApiError(400, f"one request asks for {choices:,} answers, {most}")
+            limit = f"and this server accepts at most {self._max_requests:,}: send fewer"
+            raise ApiError(400, f"one request asks for {choices:,} answers, {limit}")
         if self.admitted + choices > self._max_requests:
             message = f"{self.admitted} requests are being answered or wait: try again later"
             raise ApiError(429, message, None, "queue_full", {"Retry-After": "1"})
@@ -191,7 +191,7 @@ class AdmissionController:
 
         def matched() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(collector.matched)
+                loop.call_soon_threadsafe(collector.count_match)
 
         if self.closing is not None:  # since it was admitted
             collector.fail(ApiError(503, self.closing))
@@ -241,8 +241,8 @@ class ModelNames:
         self.name, self._any = name, ANY in aliases
         path = Path(name)
         short = [str(path.resolve()), path.resolve().name] if path.is_dir() else [name.rstrip("/").rpartition("/")[2]]
-        others = [alias for alias in (*aliases, *reversed(short), DEFAULT) if alias and alias != ANY]
-        self.all = tuple(dict.fromkeys((name, *others)))
+        more = [alias for alias in (*aliases, *reversed(short), DEFAULT) if alias and alias != ANY]
+        self.all = tuple(dict.fromkeys((name, *more)))
 
     def __contains__(self, name: object) -> bool:
         return self._any or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
@@ -418,8 +418,8 @@ def encode_chat(
         if not tokenizer.has_chat_template:
             if request.template:
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
-            begun = f" {messages.pop()['content']}" if request.continues else ""
-            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + begun)]
+            beginning = f" {messages.pop()['content']}" if request.continues else ""
+            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + beginning)]
         settings = {**template, **request.hints, **request.template}
         return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **settings)
     except TemplateError as error:
@@ -460,16 +460,16 @@ class CompletionResponse(Response):
             async with asyncio.timeout(STALLED):
                 await send(message)
 
-        gone = asyncio.create_task(wait_for_disconnect())
+        disconnect = asyncio.create_task(wait_for_disconnect())
         work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, send_in_time))
         try:
-            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({disconnect, work}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 status = work.result()
         except TimeoutError:  # the client has stopped reading
             status = 499
         finally:
-            gone.cancel()
+            disconnect.cancel()
             work.cancel()
             admission.leave(len(self._choices))
             for choice in self._choices:
@@ -516,7 +516,7 @@ class CompletionResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = [(b"content-type", self._writer.stream_type), (b"cache-control", b"no-store")]
-        if await self._collector.begun(MATCH_SECONDS):
+        if await self._collector.wait_for_match(MATCH_SECONDS):
             headers.append((HEADER.lower().encode(), self._prefix.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 

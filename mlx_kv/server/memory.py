@@ -130,8 +130,8 @@ class RowPlan:
         """
         tails = [round_up(row.slots - row.shared + 1, TAIL_MULTIPLE) for row in rows]
         segments = sum(row.shared - row.first for row in rows)
-        most_tails = min(len(rows) * max(tails), int(MAX_PADDING * sum(tails)) + class_slots)
-        return (segments + most_tails) * self.memory.bytes_per_slot + 2 * self.nbytes(max(row.slots for row in rows))
+        max_tails = min(len(rows) * max(tails), int(MAX_PADDING * sum(tails)) + class_slots)
+        return (segments + max_tails) * self.memory.bytes_per_slot + 2 * self.nbytes(max(row.slots for row in rows))
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class BatchOccupancy:
     bytes_allocated: int = 0
     bytes_full: int = 0
 
-    def followed_by(self, other: BatchOccupancy) -> BatchOccupancy:
+    def concat(self, other: BatchOccupancy) -> BatchOccupancy:
         """This batch, followed by the rows of another."""
         live, allocated = self.bytes_live + other.bytes_live, self.bytes_allocated + other.bytes_allocated
         return BatchOccupancy(self.rows + other.rows, live, allocated, self.bytes_full + other.bytes_full)
@@ -276,7 +276,7 @@ def _rows_of(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
     rows = []
     for number, (cache, index) in enumerate(layers[0]):
         row = cache.view.rows[index]
-        kept = _kept(cache, row, index) if positions else None
+        kept = _positions(cache, row, index) if positions else None
         heads = _heads(layers, number) if positions else None
         live = max(0, cache.layout.held(row))
         slots = cache.capacity + row.shared
@@ -295,7 +295,7 @@ def _heads(layers: Sequence[Places], number: int) -> list[list[int]] | None:
     return counts
 
 
-def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:
+def _positions(cache: KVCache, row: Row, index: int) -> PositionRanges:
     offset, live = max(0, row.offset), max(0, cache.layout.held(row))
     if cache.evictor is not None and row.evicted > 0:
         positions = np.sort(np.array(cache.evictor.live_positions(row, index)[0]))

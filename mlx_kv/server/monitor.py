@@ -267,14 +267,14 @@ def match_prefix(tokens: bytes, reused: int, memory: PromptMemory) -> PrefixMatc
         return PrefixMatch(count, reused)
     if count <= MIN_SHARED:  # the last token is always read
         return PrefixMatch(count, reused, Reason.BELOW_64_TOKENS)
-    found = memory.nearest(tokens)
-    offered = reused if found is None else max(reused, found[1])
+    nearest = memory.nearest(tokens)
+    offered = reused if nearest is None else max(reused, nearest[1])
     evicted = memory.evicted.longest(tokens)
     if evicted >= offered + MIN_SHARED or offered < MIN_SHARED <= evicted:
         return PrefixMatch(count, reused, Reason.EVICTED, evicted)
-    if found is None:
+    if nearest is None:
         return PrefixMatch(count, reused, None if reused else Reason.NONE_KEPT)
-    entry, common = found
+    entry, common = nearest
     if common < min(len(entry), count):
         return PrefixMatch(count, reused, Reason.DIFFERS, common, Difference.of(tokens, entry.tokens))
     return PrefixMatch(count, reused, None if reused >= min(common, count - 1) else Reason.NOT_TRIMMABLE, common)
@@ -446,9 +446,9 @@ class Monitor:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
         jobs, occupancy = self._occupancy([decoding] if decoding else ())
         in_prefill, more = self._occupancy(reading)
-        occupancy = occupancy.followed_by(more)
+        occupancy = occupancy.concat(more)
         totals: dict[str, Any] = {name: ranks.of_caches(getattr(occupancy, name)) for name in BYTES}
-        self._count_drafted(speculation)
+        self._count_drafts(speculation)
         self.snapshot = Snapshot(
             replace(occupancy, **totals),
             tuple(jobs),
@@ -470,10 +470,10 @@ class Monitor:
             if caches:
                 rows = occupancy_of(caches, time.monotonic() - self._watched < WATCHED_SECONDS)
                 jobs += batch[: len(rows.rows) or len(batch)]  # without jobs that wait in the engine
-                occupancy = occupancy.followed_by(rows)
+                occupancy = occupancy.concat(rows)
         return jobs, occupancy
 
-    def _count_drafted(self, speculation: SpeculationStatistics | None) -> None:
+    def _count_drafts(self, speculation: SpeculationStatistics | None) -> None:
         """Counts drafts since the last update; copies the statistics, which change in the worker's thread."""
         before = self._drafts if speculation is self._source and self._drafts else SpeculationStatistics()
         self._source, self._drafts = speculation, None

@@ -46,7 +46,7 @@ _numbers = count(1)
 class Job:
     """A prompt to be continued, for one choice of a request.
 
-    Fields from `joined` on are written by the worker.
+    Fields from `has_row` on are written by the worker.
 
     Attributes:
         tokens: of the prompt.
@@ -55,7 +55,7 @@ class Job:
         keep: whether prompt and answer are added to the prefix cache.
         grammar: constrains the answer; None is unconstrained.
         on_match: called in the worker's thread when `cached` is set.
-        joined: whether it has a row: in prefill, or decoding.
+        has_row: whether it has a row: in prefill, or decoding.
         cached: prompt tokens found in the prefix cache.
         read: prompt tokens read so far, cached ones included.
         drafted, accepted: draft tokens of the last pass, and accepted ones so far.
@@ -74,7 +74,7 @@ class Job:
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     on_match: Callable[[], None] = lambda: None
-    joined: bool = False
+    has_row: bool = False
     cached: int = 0
     read: int = 0
     drafted: int = 0
@@ -99,7 +99,7 @@ class Job:
         self.__dict__.pop("prompt", None)
 
     @property
-    def known(self) -> list[int]:
+    def all_tokens(self) -> list[int]:
         """All tokens so far: prompt and answer."""
         return [*self.tokens, *self.answer]
 
@@ -125,7 +125,7 @@ class OutputChunk:
     status: int = 500
     scores: tuple[tuple[int, TokenScore], ...] = ()
 
-    def joined(self, following: OutputChunk) -> OutputChunk:
+    def merge(self, following: OutputChunk) -> OutputChunk:
         """This chunk and the following one as one."""
         text, tokens = self.text + following.text, self.tokens + following.tokens
         scores = self.scores + following.scores
@@ -143,10 +143,10 @@ def output_of(
         active: jobs of the engine, by number. Others have ended before.
     """
     chunks: dict[int, OutputChunk] = {}
-    ended: dict[int, tuple[Job, BatchToken]] = {}
+    finished: dict[int, tuple[Job, BatchToken]] = {}
     for token in tokens:
         job = active.get(token.index)
-        if job is None or token.index in ended:
+        if job is None or token.index in finished:
             continue  # ended by a stop string earlier in this step
         job.answer.append(token.token)
         text, finish = job.stop_strings.feed(token.text), token.finish_reason
@@ -157,14 +157,14 @@ def output_of(
         ends = token.finish_reason == "stop"  # with a token that has no text
         scores = () if token.score is None or ends else ((token.token, token.score),)
         chunk = OutputChunk(job, text, 1, finish, scores=scores)
-        chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
+        chunks[job.number] = chunks[job.number].merge(chunk) if job.number in chunks else chunk
         grammar = None if job.stop_strings.stopped or finish != "stop" else job.grammar
         if grammar is not None and (why := grammar.error_in(job.answer)):
             error = f"the grammar could not be followed any longer: {why}"
             chunks[job.number] = OutputChunk(job, finish_reason="error", error=error, status=400)
         if finish is not None:
-            ended[job.number] = job, token
-    return list(chunks.values()), list(ended.values())
+            finished[job.number] = job, token
+    return list(chunks.values()), list(finished.values())
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -235,18 +235,18 @@ class Delta:
 
     Attributes:
         logprobs: of its tokens, if requested. Text may come later than its tokens.
-        spoken: those of them that belong to content.
+        content_logprobs: those of them that belong to content.
     """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
-    spoken: list[TokenText] = field(default_factory=list)
+    content_logprobs: list[TokenText] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
         self.logprobs += other.logprobs
-        self.spoken += other.spoken
+        self.content_logprobs += other.content_logprobs
         self.content += other.content
         self.reasoning += other.reasoning
         self.tool_calls += other.tool_calls
@@ -278,22 +278,22 @@ class ChatOutputParser:
         bare_call: bool = False,
     ) -> None:
         tool_parser = json_tools.parse_tool_call if bare_call else tokenizer.tool_parser
-        self._format = ToolCallFormatter(_checked_parser(tool_parser), tools, stream)  # type: ignore[no-untyped-call]
+        self._format = ToolCallFormatter(_strict_parser(tool_parser), tools, stream)  # type: ignore[no-untyped-call]
         initial = "normal"
         if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
             initial = "reasoning"
         machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
         self._state = machine.make_state(tokenizer.response_initial_state or initial)
-        self._previous, self._call, self.called = self._state[0], "", False
+        self._previous, self._call, self.has_call = self._state[0], "", False
         self._one_call, self._bare_call = one_call, bare_call
 
     @property
-    def reasons(self) -> bool:
+    def in_reasoning(self) -> bool:
         """Whether the last text was reasoning."""
         return bool(self._previous == "reasoning")
 
     @property
-    def speaks(self) -> bool:
+    def in_content(self) -> bool:
         """Whether the last text was content, or may become content."""
         return self._previous not in ("reasoning", "tool") and not self._bare_call
 
@@ -329,12 +329,12 @@ class ChatOutputParser:
         calls: list[dict[str, Any]] = self._format([text])
         if not calls:
             return Delta(text)
-        kept = calls if not self._one_call else calls[: 0 if self.called else 1]
-        self.called = True
-        return Delta(tool_calls=kept)
+        sent = calls if not self._one_call else calls[: 0 if self.has_call else 1]
+        self.has_call = True
+        return Delta(tool_calls=sent)
 
 
-def _checked_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
+def _strict_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
     """A tool parser that raises ValueError for any text that is not a call, as mlx-lm's formatter expects."""
 
     def parse(text: str, tools: Any) -> list[dict[str, Any]]:
@@ -476,25 +476,25 @@ class Choice:
         if chunk.tokens and self.first_token is None:
             self.first_token = time.monotonic()
         self.generated += chunk.tokens
-        spoke = self.parser is None or self.parser.speaks
+        was_content = self.parser is None or self.parser.in_content
         if self.parser is None:
             delta = Delta(self.echo + chunk.text)
             self.echo = ""
         else:
             delta = self.parser.feed(chunk.text)
-            self.reasoning_tokens += chunk.tokens if self.parser.reasons else 0
+            self.reasoning_tokens += chunk.tokens if self.parser.in_reasoning else 0
         if self.texts is not None:
             delta.logprobs = self.texts.of(chunk.scores)
-            speaks, pending = self.parser is None or self.parser.speaks, self._pending + delta.logprobs
-            if spoke and speaks and not (delta.reasoning or delta.tool_calls):
-                delta.spoken, self._pending = (pending, []) if delta.content else ([], pending)
+            is_content, pending = self.parser is None or self.parser.in_content, self._pending + delta.logprobs
+            if was_content and is_content and not (delta.reasoning or delta.tool_calls):
+                delta.content_logprobs, self._pending = (pending, []) if delta.content else ([], pending)
             else:
-                delta.spoken, self._pending = _tokens_of(delta.content, pending, speaks), []
+                delta.content_logprobs, self._pending = _tokens_of(delta.content, pending, is_content), []
         self.finish_reason = chunk.finish_reason or ""
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())
-            delta.spoken += self._pending
-            if self.parser.called and self.finish_reason == "stop":
+            delta.content_logprobs += self._pending
+            if self.parser.has_call and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return delta
 

@@ -454,7 +454,7 @@ class CacheRequest(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known(cls, value: Any) -> Any:
+    def _refuse_unknown(cls, value: Any) -> Any:
         for name in sorted(value.keys() - cls.model_fields.keys()) if isinstance(value, dict) else ():
             if value[name] is not None and (option := CACHE_OPTIONS.get(name)):
                 problem = f"is no longer a setting of requests: start a server with {option}"

@@ -261,12 +261,12 @@ class Rows:
                 job.read = len(job.tokens) - progress.left
                 job.drafted, job.accepted = progress.drafted, progress.accepted
 
-    def planned(self, coming: Job | None = None) -> int:
+    def planned(self, candidate: Job | None = None) -> int:
         """Maximum bytes of all rows, and of one job that may get a row.
 
         A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
         """
-        jobs = [*self.active.values(), *(() if coming is None else (coming,))]
+        jobs = [*self.active.values(), *(() if candidate is None else (candidate,))]
         if not jobs:
             return 0
         slots = [self.plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
@@ -282,17 +282,17 @@ class Rows:
 
     def add(self, job: Job) -> None:
         """Gives a job a row."""
-        self.active[job.number], job.joined = job, True  # from here on, a failure ends it
-        self._begin(job)
+        self.active[job.number], job.has_row = job, True  # from here on, a failure ends it
+        self._start(job)
 
-    def _begin(self, job: Job) -> None:
+    def _start(self, job: Job) -> None:
         if self._settings.keeps_prompts and job not in self._lookups:  # else it is being looked up already
             self._lookups.add(job)
-            self.prefixes.look_up(job.to_read, partial(self._looked_up, job))
+            self.prefixes.look_up(job.to_read, partial(self._submit_if_active, job))
         elif not self._settings.keeps_prompts:
             self._submit(job)
 
-    def _looked_up(self, job: Job, caches: list[Any] | None, count: int) -> None:
+    def _submit_if_active(self, job: Job, caches: list[Any] | None, count: int) -> None:
         self._lookups.discard(job)
         if job.number in self.active:
             self._submit(job, caches, count)
@@ -349,7 +349,7 @@ class Rows:
         """Delivers the tokens of a step, and ends jobs."""
         if self.policy.budget is not None:
             self._count_evicted(self.decoding, self.engine.caches)
-        chunks, ended = output_of(tokens, self.active)
+        chunks, finished = output_of(tokens, self.active)
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._finish(chunk.job, chunk.finish_reason)
@@ -358,7 +358,7 @@ class Rows:
             self._output(chunks)
             if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks):
                 time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
-        for job, token in ended:  # after delivery
+        for job, token in finished:  # after delivery
             stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
             self._count_evicted([job], token.caches)
             if self._settings.keeps_prompts and job.keep:
@@ -370,9 +370,9 @@ class Rows:
         """Caches the tokens of a job, given evaluated copies of its row's caches."""
         if caches is None:
             return
-        known, read = job.known, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
-        if self.engine.trim(caches, max(0, read - len(known))):
-            self.prefixes.keep(known[:read], caches)
+        tokens, read = job.all_tokens, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+        if self.engine.trim(caches, max(0, read - len(tokens))):
+            self.prefixes.keep(tokens[:read], caches)
 
     def _count_evicted(self, jobs: list[Job], caches: list[object] | None) -> None:
         if self.policy.budget is not None:
@@ -418,13 +418,13 @@ class Rows:
         self._restart()
         for job in self.active.values():
             job.resume()
-            self._begin(job)
+            self._start(job)
 
     def _end_one(self) -> None:
         """Ends the newest job without an answer, else the longest, since memory has run out."""
         jobs = list(self.active.values())
         unanswered = [job for job in jobs if not job.answer]
-        for job in unanswered[-1:] or sorted(jobs, key=lambda job: len(job.known))[-1:]:
+        for job in unanswered[-1:] or sorted(jobs, key=lambda job: len(job.all_tokens))[-1:]:
             self._metrics.out_of_memory.inc()
             error = "the server ran out of memory at this request: try again later, or send a shorter prompt"
             self.fail([job], error, 503)
@@ -486,8 +486,8 @@ class TieredPrefixes:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def look_up(self, tokens: list[int], found: Callable[[list[Any] | None, int], None]) -> None:
-        """Calls `found` with caches of the longest cached prefix of a prompt, and its length, or with None and 0.
+    def look_up(self, tokens: list[int], deliver: Callable[[list[Any] | None, int], None]) -> None:
+        """Calls `deliver` with caches of the longest cached prefix of a prompt, and its length, or with None and 0.
 
         It is called at once, unless the store may have much more of the prompt than memory has, or was not looked at
         for a while: other processes may have added entries.
@@ -495,9 +495,9 @@ class TieredPrefixes:
         store, min_tokens = self.store, (self._attempt(lambda: self.memory.serves(tokens)) or 0) + MIN_SHARED
         is_stale = time.monotonic() - self._refreshed > REFRESH_EVERY
         if store is None or len(tokens) <= min_tokens:
-            found(*self.find(tokens))
+            deliver(*self.find(tokens))
         elif self._loading:  # what is being loaded may serve this prompt, too
-            self._lookups.append((tokens, found))
+            self._lookups.append((tokens, deliver))
         elif is_stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= min_tokens:
             self._loading = True
             self._refreshed = time.monotonic() if is_stale else self._refreshed
@@ -507,9 +507,9 @@ class TieredPrefixes:
                     store.refresh()
                 return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
 
-            self._on_disk(load, partial(self._loaded, store, tokens, found))
+            self._on_disk(load, partial(self._finish_load, store, tokens, deliver))
         else:
-            found(*self.find(tokens))
+            deliver(*self.find(tokens))
 
     def find(self, tokens: list[int], above: int = 0) -> tuple[list[Any] | None, int]:
         """Caches of the longest prefix in memory, and its length; None and 0 if it is not much longer than `above`."""
@@ -517,11 +517,11 @@ class TieredPrefixes:
             return None, 0
         return self._attempt(lambda: self.memory.find(tokens)) or (None, 0)
 
-    def _loaded(
+    def _finish_load(
         self,
         store: PromptStore,
         tokens: list[int],
-        found: Callable[[list[Any] | None, int], None],
+        deliver: Callable[[list[Any] | None, int], None],
         stored: StoredPrompt | None,
     ) -> None:
         self._loading = False
@@ -530,10 +530,10 @@ class TieredPrefixes:
             self._call(partial(self.look_up, *lookup))
         caches = None if stored is None else self._attempt(lambda: store.restore(stored))
         if stored is None or caches is None:
-            found(*self.find(tokens))
+            deliver(*self.find(tokens))
             return
         self._attempt(lambda: self.memory.keep(tokens[: stored.count], caches))
-        found(caches, stored.count)
+        deliver(caches, stored.count)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def serve(
             raise WorkerError(f"the server has ended: {worker.failure}")
         if not worker.stop(1.0 if signals.hurried else settings.drain_seconds + WORKER_SECONDS):
             signals.leave("stopped before the last step, or the last write to the prompt store, was done")
-        if not _threads_ended():
+        if not _join_threads():
             signals.leave("stopped before the last grammar was compiled")
         return signals.code
 
@@ -111,10 +111,10 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _threads_ended() -> bool:
+def _join_threads() -> bool:
     """Whether the server's executors have ended, for which Python would wait at its exit; they have a second."""
     deadline = time.monotonic() + THREAD_SECONDS
-    for thread in [each for each in threading.enumerate() if each.name.startswith("mlx-kv ") and not each.daemon]:
+    for thread in [t for t in threading.enumerate() if t.name.startswith("mlx-kv ") and not t.daemon]:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             return False

@@ -184,10 +184,10 @@ class Worker:
         try:
             self._serve()
         except BaseException as error:
-            gone = None if self.group is None else self.group.gone_within(0.0)
-            if gone is None:
+            lost_rank = None if self.group is None else self.group.gone_within(0.0)
+            if lost_rank is None:
                 log.exception("the worker has died")
-            self.failure = gone or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
+            self.failure = lost_rank or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
             self._started.set()
             freed_memory.end(self)

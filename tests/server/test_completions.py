@@ -189,7 +189,7 @@ def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     said.add(text.finish())
     assert said.content == "Well,  a < b"
     assert [each["function"] for each in said.tool_calls] == [{"name": "look", "arguments": '{"at": "cache.py"}'}]
-    assert text.called
+    assert text.has_call
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
         said.add(text.finish())
         assert said.content == content
         assert [call["function"]["arguments"] for call in said.tool_calls] == arguments
-        assert text.called == bool(arguments)
+        assert text.has_call == bool(arguments)
 
 
 def test_an_answer_that_fails_midway_ends_properly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +266,7 @@ def test_one_that_stops_sending_counts_as_gone(server: Running, stream: bool) ->
         server.wait_until(lambda: server.api.admission.admitted == 1)
         raw.shutdown(socket.SHUT_WR)
         server.wait_until(lambda: server.api.admission.admitted == 0, seconds=5)
+    server.wait_until_empty()
 
 
 # --- clients that hang up, and other mishaps --------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
             body = {"prompt": "import os", "max_tokens": 500, "stream": True}
             with server.http.stream("POST", "/v1/completions", json=body) as answer:
                 for _ in filter(lambda line: line.startswith("data: {"), answer.iter_lines()):
-                    now = sum(job.joined and not job.answer for job in server.api.admission.jobs)
+                    now = sum(job.has_row and not job.answer for job in server.api.admission.jobs)
                     reading.append(now)
 
         thread = threading.Thread(target=other)

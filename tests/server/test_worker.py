@@ -103,7 +103,7 @@ def test_prompts_of_other_families_are_found_again(
     ):
         first = kept.ask(PROMPT)
         first.wait()
-        for tokens in (PROMPT, [*PROMPT[:650], 1, 2, 3, 4, 5], [*first.job.known, 5, 6]):
+        for tokens in (PROMPT, [*PROMPT[:650], 1, 2, 3, 4, 5], [*first.job.all_tokens, 5, 6]):
             if kept.worker._rows.prefixes.store is not None:
                 time.sleep(0.2)
                 kept.worker._rows.prefixes._disk.submit(kept.worker._rows.prefixes.store.refresh).result()
@@ -134,9 +134,9 @@ def test_what_a_draft_had_right_beyond_the_end_is_not_kept(reference: Any) -> No
             first = one.ask(prompt, tokens)
             first.wait()
             assert not other.ended.is_set()
-            again = one.ask([*first.job.known, 3, 4], 10)
-            assert again.wait() == alone.ask([*first.job.known, 3, 4], 10).wait()
-            assert again.job.cached >= len(first.job.known) - 2
+            again = one.ask([*first.job.all_tokens, 3, 4], 10)
+            assert again.wait() == alone.ask([*first.job.all_tokens, 3, 4], 10).wait()
+            assert again.job.cached >= len(first.job.all_tokens) - 2
             other.wait()
 
 

@@ -211,7 +211,7 @@ def messages(body: Any, rules: RequestRules) -> ParsedRequest:
     return ParsedRequest(MessagesBody.parse(body, rules.unknown).completion_request(rules), MessageWriter)
 
 
-def counted(body: Any, rules: RequestRules) -> CompletionRequest:
+def token_count_request(body: Any, rules: RequestRules) -> CompletionRequest:
     """The request of which the prompt's tokens are counted."""
     return CountBody.parse(body, rules.unknown).completion_request(rules)
 
@@ -261,11 +261,11 @@ def _events(changes: Iterable[Change]) -> bytes:
     return b"".join(_change(*change) for change in changes)
 
 
-def _change(what: Event, block: Block, text: str) -> bytes:
+def _change(change: Event, block: Block, text: str) -> bytes:
     at = {"index": block.index}
-    if what is Event.BEGINS:
+    if change is Event.BEGINS:
         return _event({"type": "content_block_start", **at, "content_block": _block(block, "")})
-    if what is Event.ENDS:
+    if change is Event.ENDS:
         return _event({"type": "content_block_stop", **at})
     kind, name = {
         chat.Text: ("text_delta", "text"),

@@ -275,7 +275,7 @@ class ResponseWriter(OutputWriter):
         self._number = 0  # of events
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of texts, by their index
         self._statuses: dict[int, str] = {}  # of items that have ended
-        self._cut = False  # whether the item that ends now is cut at the token limit
+        self._truncated = False  # whether the item that ends now is cut at the token limit
         self._pending_logprobs: list[dict[str, Any]] = []  # of tokens with text to come
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -287,7 +287,7 @@ class ResponseWriter(OutputWriter):
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
         self.part(choice, choice.answer)
-        return self._ended(choices)
+        return self._final(choices)
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
         response = self._status("in_progress")
@@ -297,25 +297,25 @@ class ResponseWriter(OutputWriter):
     def part(self, choice: Choice, delta: Delta) -> bytes:
         # Log-probabilities of text that is sent now or later: a token may come before its text.
         self._pending_logprobs = [] if delta.reasoning else self._pending_logprobs
-        self._pending_logprobs += [chat_logprob(token) for token in delta.spoken]
+        self._pending_logprobs += [chat_logprob(token) for token in delta.content_logprobs]
         data = self._events(self._blocks.add(delta))
         self._pending_logprobs = [] if delta.tool_calls else self._pending_logprobs
-        self._cut = choice.finish_reason == "length"
+        self._truncated = choice.finish_reason == "length"
         return data + self._events(self._blocks.finish()) if choice.finish_reason else data
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        response = self._ended(choices)
+        response = self._final(choices)
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
         fields = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=self._status("failed") | {"error": fields})
 
-    def _ended(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        cut = choices[0].finish_reason == "length"
-        response = self._status("incomplete" if cut else "completed") | {
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": None if cut else int(time.time()),
+    def _final(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        truncated = choices[0].finish_reason == "length"
+        response = self._status("incomplete" if truncated else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
+            "completed_at": None if truncated else int(time.time()),
             "output": [self._item(block, self._statuses[block.index], block.text) for block in self._blocks.all],
             "usage": _usage(Usage.of(choices)),
         }
@@ -356,21 +356,21 @@ class ResponseWriter(OutputWriter):
     def _events(self, changes: Iterable[Change]) -> bytes:
         return b"".join(self._change(*change) for change in changes)
 
-    def _change(self, what: Event, block: Block, text: str) -> bytes:
+    def _change(self, change: Event, block: Block, text: str) -> bytes:
         at: dict[str, Any] = {"output_index": block.index}
-        item = self._item(block, "in_progress", None) if what is Event.BEGINS else {}
+        item = self._item(block, "in_progress", None) if change is Event.BEGINS else {}
         of: dict[str, Any] = at | {"item_id": self._ids[block.index]}
         if block.kind is not chat.Call:
             of["content_index"] = 0
-        if what is Event.BEGINS:
+        if change is Event.BEGINS:
             data = self._event("response.output_item.added", **at, item=item)
             if block.kind is not chat.Call:
                 data += self._event("response.content_part.added", **of, part=self._part(block, ""))
             return data
-        if what is Event.GROWS:
+        if change is Event.GROWS:
             logprobs: dict[str, Any] = {"logprobs": self._new_logprobs(block)} if block.kind is chat.Text else {}
             return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
-        self._statuses[block.index] = status = "incomplete" if self._cut else "completed"
+        self._statuses[block.index] = status = "incomplete" if self._truncated else "completed"
         if block.kind is chat.Call:
             data = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
         else:
