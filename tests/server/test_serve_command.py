@@ -198,7 +198,8 @@ def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None
         raise BrokenPipeError
 
     hurried: list[bool] = []
-    server: Any = SimpleNamespace(unanswered=1, should_exit=False, hurry=lambda: hurried.append(True))
+    api = SimpleNamespace(admission=SimpleNamespace(admitted=1))
+    server: Any = SimpleNamespace(api=api, should_exit=False, hurry=lambda: hurried.append(True))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ending = ShutdownSignals(gone, 1.0)
