@@ -148,48 +148,49 @@ class DecodeBatch:
         """
         self._drafted = [len(row) for row in drafted]
         self._read_on()
-        logits = self.read([[*own, *row] for own, row in zip(self.pending, drafted, strict=True)])
-        first, most = [len(own) - 1 for own in self.pending], max(self._drafted) + 1
+        logits = self.read([[*pending, *row] for pending, row in zip(self.pending, drafted, strict=True)])
+        first, count = [len(pending) - 1 for pending in self.pending], max(self._drafted) + 1
         if len(set(first)) == 1:
-            return logits[:, first[0] : first[0] + most]
-        places = mx.minimum(mx.array(first)[:, None] + mx.arange(most), logits.shape[1] - 1)
+            return logits[:, first[0] : first[0] + count]
+        places = mx.minimum(mx.array(first)[:, None] + mx.arange(count), logits.shape[1] - 1)
         return mx.take_along_axis(logits, places[..., None], axis=1)
 
-    def _most_to_read(self) -> list[int] | None:
+    def _max_to_read(self) -> list[int] | None:
         """How many tokens a pass can read of each row, so that evictions come when they would token by token.
 
         None where nothing is evicted.
         """
         if not self._evicts:
             return None
-        most: list[list[int]] = [[] for _ in self.pending]
+        by_row: list[list[int]] = [[] for _ in self.pending]
         for cache in leaves(self.caches):
-            for row, (own, index) in enumerate(places_of(cache)):
-                if isinstance(own.view.layout, Budget):
-                    most[row].append(own.view.layout.before_due(own.view.rows[index]))
-        least = [min(own, default=NO_LIMIT) for own in most]
-        least = self._communicator.all_min(least) if self._gathers else least
-        return None if NO_LIMIT in least else least
+            for row, (part, index) in enumerate(places_of(cache)):
+                if isinstance(part.view.layout, Budget):
+                    by_row[row].append(part.view.layout.before_due(part.view.rows[index]))
+        limits = [min(counts, default=NO_LIMIT) for counts in by_row]
+        limits = self._communicator.all_min(limits) if self._gathers else limits
+        return None if NO_LIMIT in limits else limits
 
-    def most_drafts(self, most: int) -> list[int]:
-        """How many drafted tokens the next pass can read of each row, `most` of them or fewer.
+    def max_drafts(self, count: int) -> list[int]:
+        """How many drafted tokens the next pass can read of each row, `count` of them or fewer.
 
         None where too many tokens wait: after a pass over those alone, none do.
         """
-        room = [most if len(own) <= self._max_waiting else 0 for own in self.pending]
-        if (readable := self._most_to_read()) is not None:
-            pairs = zip(readable, self.pending, strict=True)
-            room = [min(most, max(0, count - len(own))) for most, (count, own) in zip(room, pairs, strict=True)]
+        room = [count if len(pending) <= self._max_waiting else 0 for pending in self.pending]
+        if (limits := self._max_to_read()) is not None:
+            rows = zip(room, limits, self.pending, strict=True)
+            room = [min(drafts, max(0, limit - len(pending))) for drafts, limit, pending in rows]
         return room
 
     def _read_on(self) -> None:
         """Reads what is pending up to the next compaction, where that is not all: it would come too late."""
-        while (most := self._most_to_read()) is not None and any(
-            len(own) > count for own, count in zip(self.pending, most, strict=True)
-        ):
-            pieces = [own[:count] if len(own) > count else [] for own, count in zip(self.pending, most, strict=True)]
+        while (limits := self._max_to_read()) is not None:
+            rows = zip(self.pending, limits, strict=True)
+            pieces = [pending[:limit] if len(pending) > limit else [] for pending, limit in rows]
+            if not any(pieces):
+                break
             self.read(pieces)
-            self.pending = [own[len(piece) :] for own, piece in zip(self.pending, pieces, strict=True)]
+            self.pending = [pending[len(piece) :] for pending, piece in zip(self.pending, pieces, strict=True)]
 
     def follow(self, tokens: mx.array | None = None) -> mx.array:
         """One pass over what is pending, or over tokens (B,) that need not be known yet; nothing is pending then.

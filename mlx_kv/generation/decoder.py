@@ -201,7 +201,7 @@ class Decoder:
         count = min(self.draft_tokens, most - 1)
         agreed = self._communicator.leader_tokens
         choice = Choice(self.samplers, self._vocabulary, max(count, 1), agreed, self._contexts)
-        room, waiting = self.target.most_drafts(count), self.target.waiting
+        room, waiting = self.target.max_drafts(count), self.target.waiting
         drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._plan(most, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
