@@ -202,8 +202,8 @@ class Packed:
             part = weights if last - first == slots else weights[..., first:last]  # (B, H, m, n)
             scaled = part[:, :, None] * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
             products = _times_values(scaled.reshape(rows, heads, -1, last - first), words, self._packing.bits)
-            own = _own_groups(_grouped(products, groups))  # (B, H, m, G, D / G)
-            mixed = (own + (part @ biases)[..., None]).reshape(rows, heads, -1, dim)
+            by_group = _own_groups(_grouped(products, groups))  # (B, H, m, G, D / G)
+            mixed = (by_group + (part @ biases)[..., None]).reshape(rows, heads, -1, dim)
             total = mixed if total is None else total + mixed
         assert total is not None, "there is a slot"
         return total
@@ -258,8 +258,8 @@ def _apart(queries: mx.array, groups: int) -> mx.array:
     if groups == 1:
         return queries
     rows, heads, _, dim = queries.shape
-    own = (mx.arange(dim) // (dim // groups) == mx.arange(groups)[:, None])[:, None]  # (G, 1, D)
-    return mx.where(own, queries[:, :, None], 0.0).reshape(rows, heads, -1, dim)
+    in_group = (mx.arange(dim) // (dim // groups) == mx.arange(groups)[:, None])[:, None]  # (G, 1, D)
+    return mx.where(in_group, queries[:, :, None], 0.0).reshape(rows, heads, -1, dim)
 
 
 def _grouped(x: mx.array, groups: int) -> mx.array:
@@ -338,8 +338,8 @@ def attend(
     for first in range(0, new, block):
         last = min(first + block, new)
         seen = slots - new + last if isinstance(mask, str) else slots
-        own = queries[:, :, first:last].reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
-        scores = keys.scores(own, seen).reshape(rows, heads, -1, last - first, seen)
+        block_queries = queries[:, :, first:last].reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
+        scores = keys.scores(block_queries, seen).reshape(rows, heads, -1, last - first, seen)
         weights, total = _weights(_masked(scores, mask, first, last), sinks)
         mixed = values.mixed(weights.reshape(rows, heads, -1, seen), seen)  # (B, H, r * s, Dv)
         mixed = mixed if total is None else mixed / total.reshape(rows, heads, -1, 1)
@@ -377,13 +377,13 @@ def attend_partly(
     # Queries of all query heads of a KV head are one product: with many of them, few queries make a good one.
     least = max(1, LEAST_ROWS * heads // query_heads)
     block = max(least, BLOCK_SCORES[mx.default_device().type] // (rows * query_heads * slots))
-    found = []
+    partials = []
     for first in range(0, new, block):
         last = min(first + block, new)
         seen = slots - new + last if isinstance(mask, str) else slots
         some = queries[:, :, first:last]
-        own = (some * scale).reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
-        scores = keys.scores(own, seen).reshape(rows, heads, -1, last - first, seen)
+        block_queries = (some * scale).reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
+        scores = keys.scores(block_queries, seen).reshape(rows, heads, -1, last - first, seen)
         scores = _masked(scores.astype(mx.float32), mask, first, last)
         if on_cpu():
             largest = _largest(scores)
@@ -399,10 +399,10 @@ def attend_partly(
             else:
                 weights = mx.softmax(scores, axis=-1).reshape(rows, heads, -1, seen)
                 mixed = values.mixed(weights.astype(queries.dtype), seen)
-        found.append(Partial(*(x.reshape(rows, query_heads, last - first, -1) for x in (mixed, level))))
-    if len(found) == 1:
-        return found[0]
-    return Partial(*(mx.concatenate(list(same), axis=2) for same in zip(*found, strict=True)))
+        partials.append(Partial(*(x.reshape(rows, query_heads, last - first, -1) for x in (mixed, level))))
+    if len(partials) == 1:
+        return partials[0]
+    return Partial(*(mx.concatenate(list(same), axis=2) for same in zip(*partials, strict=True)))
 
 
 def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
@@ -480,8 +480,8 @@ def _largest(scores: mx.array) -> mx.array:
     if each < STRIPES:
         return scores.max(axis=-1, keepdims=True)
     main = scores if each * STRIPES == slots else scores[..., : each * STRIPES]
-    found = main.reshape(*scores.shape[:-1], STRIPES, each).max(axis=-2).max(axis=-1, keepdims=True)
-    return found if main is scores else mx.maximum(found, scores[..., each * STRIPES :].max(axis=-1, keepdims=True))
+    highest = main.reshape(*scores.shape[:-1], STRIPES, each).max(axis=-2).max(axis=-1, keepdims=True)
+    return highest if main is scores else mx.maximum(highest, scores[..., each * STRIPES :].max(axis=-1, keepdims=True))
 
 
 @mx.compile
@@ -594,8 +594,8 @@ class ResidualAttention:
             mask = self._places.mask(call.mask, lambda: self._mask(call))
             newest = self._residual.read()
         if self._packings is None:
-            own = (x[:, :, :slots] for x in (call.keys, call.values))
-            keys, values = (Dense(mx.concatenate(list(pair), axis=2)) for pair in zip(own, newest, strict=True))
+            stored = (x[:, :, :slots] for x in (call.keys, call.values))
+            keys, values = (Dense(mx.concatenate(list(pair), axis=2)) for pair in zip(stored, newest, strict=True))
             return Operands(keys, values, mask)
         if slots == 0:
             return Operands(Dense(newest[0]), Dense(newest[1]), mask)

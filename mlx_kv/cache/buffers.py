@@ -121,10 +121,10 @@ class SlotBuffer:
         Args:
             moves: of each row (slot, new slot, slots) of each contiguous piece; one list serves all rows.
         """
-        taken = None if all(own == moves[0] for own in moves) else _index(_sources(moves, capacity))
+        sources = None if all(own == moves[0] for own in moves) else _index(_sources(moves, capacity))
         for index in range(len(self.planes)):
             old = self.planes[index]
-            new = _moved(old, moves[0], capacity) if taken is None else _taken(old, taken)
+            new = _moved(old, moves[0], capacity) if sources is None else _taken(old, sources)
             if new.nbytes > COPIED_BYTES:
                 mx.eval(new)
             self.planes = (*self.planes[:index], new, *self.planes[index + 1 :])
@@ -300,13 +300,13 @@ def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array
     some = max(1, MOVED_BYTES // (rows * heads * sum(plane.shape[3] * plane.itemsize for plane in words)))
     for i in range(0, index.shape[2], some):
         which, to = index[:, :, i : i + some].reshape(-1), target[:, :, i : i + some, None]
-        taken = [plane.reshape(-1, plane.shape[3])[which].reshape(rows, heads, -1, plane.shape[3]) for plane in words]
+        columns = [plane.reshape(-1, plane.shape[3])[which].reshape(rows, heads, -1, plane.shape[3]) for plane in words]
         if sum(plane.nbytes for plane in words) > COPIED_BYTES:
-            mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
-        for number, new in enumerate(taken):
+            mx.eval(columns)  # a pending read of the buffer would make the write below copy it whole
+        for number, new in enumerate(columns):
             words[number] = mx.put_along_axis(words[number], mx.broadcast_to(to, new.shape), new, axis=2)
         mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next block allocates
-        del taken, new
+        del columns, new
     for buffer, of in zip(buffers, dtypes, strict=True):
         buffer.planes = tuple([words.pop(0).view(dtype) for dtype in of])
 
@@ -318,9 +318,9 @@ def check_codec(codec: Codec, x: mx.array) -> None:
     """
     described = [(*x.shape[:3], width, dtype) for width, dtype in codec.planes(x.shape[3], x.dtype)]
     encoded = codec.encode(x)
-    made = [(*plane.shape, plane.dtype) for plane in encoded]
-    if made != described:
-        raise ValueError(f"the codec {codec.name} describes planes {described}, but makes {made}: they must agree")
+    signature = [(*plane.shape, plane.dtype) for plane in encoded]
+    if signature != described:
+        raise ValueError(f"the codec {codec.name} describes planes {described}, but makes {signature}: they must agree")
     again = codec.decode(encoded, x.dtype)
     if (again.shape, again.dtype) != (x.shape, x.dtype):
         raise ValueError(
@@ -350,8 +350,8 @@ def _moved(plane: mx.array, moves: Moves, capacity: int) -> mx.array:
 def _sources(moves: Sequence[Moves], capacity: int) -> list[list[int]]:
     """The source of each of `capacity` slots of a row; any slot for dead ones."""
     slots = [[0] * capacity for _ in moves]
-    for line, own in zip(slots, moves, strict=True):
-        for source, target, count in own:
+    for line, row_moves in zip(slots, moves, strict=True):
+        for source, target, count in row_moves:
             line[target : target + count] = range(source, source + count)
     return slots
 

@@ -386,8 +386,8 @@ class Centred:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        own = {"heads": self.centre.heads, "numbers": self.centre.numbers}
-        return own | {"codec": [self.codec.name, self.codec.parameters]}
+        centre = {"heads": self.centre.heads, "numbers": self.centre.numbers}
+        return centre | {"codec": [self.codec.name, self.codec.parameters]}
 
     @property
     def packed(self) -> Packing | None:
@@ -539,8 +539,8 @@ def of_cache(codecs: Codecs, number: int) -> Codecs:
 
 def of_head(codec: Codec, head: int) -> Codec:
     """What decodes one head's planes alone; a codec that stores heads differently has an `of_head`."""
-    own: Codec = getattr(codec, "of_head", lambda _: codec)(head)
-    return own
+    head_codec: Codec = getattr(codec, "of_head", lambda _: codec)(head)
+    return head_codec
 
 
 def alike(one: Codec, other: Codec) -> bool:

@@ -41,17 +41,17 @@ class Combination(KVCache, metaclass=Named):
         """A `KVCache`; an instance of `cls` only for subclasses of users."""
         if not cls.is_name:
             return super().__new__(cls)
-        made: Any = KVCache.__new__(KVCache)
-        cls.__init__(made, *args, **kwargs)
-        return made  # type: ignore[no-any-return]
+        cache: Any = KVCache.__new__(KVCache)
+        cls.__init__(cache, *args, **kwargs)
+        return cache  # type: ignore[no-any-return]
 
     @classmethod
     def from_state(cls, value: tuple[Any, ...], **settings: Any) -> Self:
         """A `KVCache` that continues from another's `state`, with the parts recorded there."""
         if not cls.is_name:
             return super().from_state(value, **settings)
-        made: Any = KVCache.from_state(value, **settings)
-        return made  # type: ignore[no-any-return]
+        cache: Any = KVCache.from_state(value, **settings)
+        return cache  # type: ignore[no-any-return]
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:

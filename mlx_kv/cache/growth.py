@@ -77,12 +77,12 @@ class Geometric:
                 raise ValueError(f"{name} is {limit!r}: give a number of slots from 1 up, or None for no limit")
 
     def capacity(self, needed: int, current: int) -> int:
-        wanted = int(self.factor * current)
+        capacity = int(self.factor * current)
         if self.max_increment is not None:
-            wanted = min(wanted, current + self.max_increment)
+            capacity = min(capacity, current + self.max_increment)
         if self.max_capacity is not None:
-            wanted = min(wanted, self.max_capacity)
-        return round_up(max(needed, wanted))
+            capacity = min(capacity, self.max_capacity)
+        return round_up(max(needed, capacity))
 
 
 @dataclass(frozen=True)

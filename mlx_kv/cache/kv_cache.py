@@ -747,9 +747,9 @@ class KVCache:
         Raises:
             ValueError: a codec or a score that is not registered in this process.
         """
-        made = cls.__new__(cls)
-        made._restore(value, **settings)
-        return made
+        cache = cls.__new__(cls)
+        cache._restore(value, **settings)
+        return cache
 
     def _restore(self, value: tuple[Any, ...], growth: Growth = DEFAULT, reserved: int = 0) -> None:
         """Sets all fields from a state; an error changes nothing."""

@@ -142,8 +142,8 @@ def _with_room(layout: Any, room: int) -> Any:
 
 def with_room(layout: L, room: int) -> L:
     """The same layout with another room; equal arguments give the same object."""
-    made: L = _with_room(layout, room)
-    return made
+    resized: L = _with_room(layout, room)
+    return resized
 
 
 def room_parameters(layout: Layout) -> tuple[int, ...]:

@@ -52,24 +52,24 @@ class Places:
         rows = plan.distinct
         if not self._long:
             return _positions(slots, [row.offset for row in plan.after[: len(rows)]])
-        held = _positions(slots, [row.offset for row in rows])
+        stored = _positions(slots, [row.offset for row in rows])
         new = [
             [NOWHERE if plan.is_padding(i, token) else row.offset + token for token in range(plan.new)]
             for i, row in enumerate(rows)
         ]
-        return np.concatenate([held, np.array(new)], axis=1)
+        return np.concatenate([stored, np.array(new)], axis=1)
 
     @cached_property
     def columns(self) -> np.ndarray:
         """Index of each token among the slots that attention reads, (B or 1, m); 0 for empty slots."""
         plan = self.plan
         if plan.transient:
-            held = [
+            columns_by_position = [
                 {p: column for column, p in enumerate([*seen, *range(row.offset, row.offset + plan.new)])}
                 for row, seen in zip(plan.distinct, plan.live(), strict=True)
             ]
-            pairs = zip(held, self.positions, strict=True)
-            return np.array([[own.get(int(p), 0) for p in line] for own, line in pairs])
+            pairs = zip(columns_by_position, self.positions, strict=True)
+            return np.array([[columns.get(int(p), 0) for p in line] for columns, line in pairs])
         layout, columns, before = plan.layout, np.zeros_like(self.positions), 0
         if layout.most_slots == NO_LIMIT:
             slots = self.positions + np.array([[row.start] for row in plan.distinct])
@@ -192,8 +192,8 @@ class Residual:
             return like._with(None, first)
 
         def stacked(which: int) -> SlotBuffer:
-            own = [(None if each.buffers is None else each.buffers[which], rows) for each, rows in parts]
-            return SlotBuffer.stacked([(buffer, rows, like.slots) for buffer, rows in own], like.slots + 1)
+            buffers = [(None if each.buffers is None else each.buffers[which], rows) for each, rows in parts]
+            return SlotBuffer.stacked([(buffer, rows, like.slots) for buffer, rows in buffers], like.slots + 1)
 
         return like._with((stacked(0), stacked(1)), first)
 
@@ -233,12 +233,12 @@ class Residual:
         if len(self.first) != len(plan.rows):
             self.first = self.first[:1] * len(plan.rows)
         rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
-        own = plan_of(self._ring, rows, plan.new, plan.counts if plan.padded else None)
+        plan_of_ring = plan_of(self._ring, rows, plan.new, plan.counts if plan.padded else None)
         long = plan.new > self.room + 1  # then it overwrites some of what its first queries see
         # Handles only where needed: a buffer with another handle is copied by a write in place.
         before = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers] if long else []
-        self._write(tensors, own)
-        self.last = own if own.steady else None
+        self._write(tensors, plan_of_ring)
+        self.last = plan_of_ring if plan_of_ring.steady else None
         self.places, self._long = _places(plan, self.length, self.slots, long), None
         if long:
             both = [mx.concatenate([old, x], axis=2) for old, x in zip(before, tensors, strict=True)]

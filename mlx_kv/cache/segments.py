@@ -60,7 +60,7 @@ def shared_tokens(chains: Sequence[Chain], now: Sequence[int], min_saving: int) 
     for row, chain in enumerate(chains):
         for segment, _ in chain:
             users.setdefault(segment, []).append(row)
-    wanted = [0] * len(chains)
+    targets = [0] * len(chains)
     for first in {chain[0][0] for chain in chains if chain}:  # rows that begin alike
         rows = users[first]
         shared = [itertools.takewhile(lambda link: len(users[link[0]]) > 1, chains[row]) for row in rows]
@@ -71,8 +71,8 @@ def shared_tokens(chains: Sequence[Chain], now: Sequence[int], min_saving: int) 
         least = min_saving * runs / (2 if any(now[row] for row in rows) else 1)
         if len(rows) > 1 and saved >= least:
             for row, count in zip(rows, counts, strict=True):
-                wanted[row] = count
-    return wanted
+                targets[row] = count
+    return targets
 
 
 def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:

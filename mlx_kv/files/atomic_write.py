@@ -37,11 +37,11 @@ def regular_file(path: str | Path) -> os.stat_result:
         FileNotFoundError: the path does not exist.
         ValueError: it is a folder, a device, a pipe or a socket.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
         raise ValueError(f"{path} is {kind}: give the name of a file")
-    return found
+    return status
 
 
 def existing_file(path: str | Path) -> os.stat_result | None:
@@ -72,11 +72,11 @@ def check_replaceable(
         ValueError: the path is a folder, a device, a pipe or a socket; or, without force, a file of another kind or one
             that is write-protected.
     """
-    found = existing_file(path)
-    if found is None or force:
+    status = existing_file(path)
+    if status is None or force:
         return
     fix = f"give another name, or {fix} to replace it" if fix else "give another name, or remove it first"
-    if found.st_size and not ours(Path(path)):
+    if status.st_size and not ours(Path(path)):
         raise ValueError(f"{path} exists and is not a {what}: {fix}")
     if not os.access(path, os.W_OK):
         raise ValueError(f"{path} is write-protected: {fix}")

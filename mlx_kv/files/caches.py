@@ -69,7 +69,7 @@ class Description(Part):
     """The contents of a file other than arrays.
 
     Attributes:
-        caches: each an `OwnCache`, `CacheList` or `StockCache`, decoded when their arrays are there.
+        caches: each an `StoredCache`, `CacheList` or `StockCache`, decoded when their arrays are there.
         metadata: the caller's.
         fingerprint: of the model.
         arrays: the digest of each array.
@@ -90,14 +90,14 @@ def _check_observed(state: ObservedState, wants: Wants | None, rows: Sequence[Ro
     """Raises ValueError unless attention can have been observed in these rows, for a score with these wants."""
     if wants is None or not wants.observes or state.scale == 0 or len(state.rows) != len(rows):
         raise ValueError("observed attention of other rows, or that its score does not use")
-    for row, (since, end, held, _) in zip(rows, state.rows, strict=True):
-        if not (held <= end - since and end <= max(0, row.offset)):
+    for row, (since, end, count, _) in zip(rows, state.rows, strict=True):
+        if not (count <= end - since and end <= max(0, row.offset)):
             raise ValueError("observed queries of other tokens")
     sizes = {"B": len(rows), "H": heads}
     check_shape(state.queries, "B Hq n D", sizes)
     check_shape(state.sinks, "Hq", sizes)
-    held = max(held for _, _, held, _ in state.rows)
-    if (state.queries is None) != (held == 0) or sizes.get("n", 0) < held or sizes.get("Hq", 0) % heads:
+    count = max(count for _, _, count, _ in state.rows)
+    if (state.queries is None) != (count == 0) or sizes.get("n", 0) < count or sizes.get("Hq", 0) % heads:
         raise ValueError("observed queries of other heads or tokens")
 
 
@@ -138,10 +138,10 @@ def check_eviction(state: EvictorState, layout: Budget, rows: Sequence[Row], hea
         _check_observed(state.observed, score.wants, rows, heads)
     if state.reread is not None and len(state.reread) != len(rows):
         raise ValueError("a second reading of other rows")
-    for row, own in zip(rows, state.reread or (), strict=False):
+    for row, shares in zip(rows, state.reread or (), strict=False):
         sizes = {"H": heads}
-        check_shape(own and own[1], "H n", sizes, mx.float32)
-        if own and not 0 < sizes["n"] <= row.offset - own[0]:
+        check_shape(shares and shares[1], "H n", sizes, mx.float32)
+        if shares and not 0 < sizes["n"] <= row.offset - shares[0]:
             raise ValueError("a second reading of tokens that its row does not have")
 
 
@@ -160,9 +160,9 @@ def _check_dead(
     if not uneven:
         raise ValueError("lengths of heads that all have one length")
     gaps: list[list[int]] = dead.tolist()  # type: ignore[assignment]
-    for row, own in zip(rows, gaps, strict=True):
-        fits = 0 == min(own) <= max(own) <= layout.cut_of(row) - layout.sinks
-        if row.evicted > 0 and not (fits and (not exact or sum(own) == heads * row.extra_slots)):
+    for row, head_gaps in zip(rows, gaps, strict=True):
+        fits = 0 == min(head_gaps) <= max(head_gaps) <= layout.cut_of(row) - layout.sinks
+        if row.evicted > 0 and not (fits and (not exact or sum(head_gaps) == heads * row.extra_slots)):
             raise ValueError("heads that do not hold their share of a budget")
 
 
@@ -183,7 +183,7 @@ def check_planes(
     Raises:
         ValueError: planes that the codecs do not make.
     """
-    found = []
+    kinds = []
     for which, (name, planes, codec) in enumerate(zip(("keys", "values"), (keys, values), codecs, strict=True)):
         if not planes or not all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
             raise ValueError("keys or values that are not arrays of four axes")
@@ -195,10 +195,10 @@ def check_planes(
             raise ValueError(f"planes that the codec {codec.name} does not make")
         if name == "keys" and head_dim == 0:
             raise ValueError("keys with a head dim of 0")
-        found.append((head_dim, dtype))
+        kinds.append((head_dim, dtype))
     if len({plane.shape[:3] for plane in (*keys, *values)}) != 1 or 0 in keys[0].shape[:2]:
         raise ValueError("keys and values of different shapes")
-    return found
+    return kinds
 
 
 class PlaneCounts(Part):
@@ -265,14 +265,14 @@ class StoredResidual(Part):
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
-class OwnState(Listed):
+class StoredState(Listed):
     """The part of a cache that 0.1.0 knew as its state.
 
     Attributes:
         rows: the numbers of each `Row`, without a last 0.
         ranges: the slots [first, last) that the last fetch was made of.
         layout: its `parameters`.
-        bits, group_size: of an affine codec; None for plain tensors and for those with `OwnCache.codecs`.
+        bits, group_size: of an affine codec; None for plain tensors and for those with `StoredCache.codecs`.
         quantized_start, packed_decode, packed: as in `CacheState`.
         eviction: of a budget.
     """
@@ -288,7 +288,7 @@ class OwnState(Listed):
     eviction: EvictorState | None
 
 
-class OwnCache(Part, tag_field="kind", tag="mlx-kv"):
+class StoredCache(Part, tag_field="kind", tag="mlx-kv"):
     """A cache of this package. Its planes are arrays of the file: `NAME.keys.PLANE.ROW` (H, n, width), and `values`.
 
     Attributes:
@@ -303,7 +303,7 @@ class OwnCache(Part, tag_field="kind", tag="mlx-kv"):
     planes: PlaneCounts
     live: list[Count]
     capacity: Count
-    state: OwnState
+    state: StoredState
     growth: GrowthRule | None
     reserve: Count
     lengths: list[Count] | None
@@ -431,14 +431,14 @@ class RotatingState(ConcatenateState):
         """
         Ring(self.max_size, MAX_WRITE, self.keep)
         slots = 0 if self.keys is None else self.keys.shape[2]
-        offset, keep, index, found = self.offset, self.keep, self.index, list(range(slots))
+        offset, keep, index, order = self.offset, self.keep, self.index, list(range(slots))
         if index > slots or (keep > index < min(slots, offset)):
             raise ValueError(f"a rotating cache that continues at slot {index} of {slots}")
         if index < slots:  # all is written, or rotated, or some is not
-            found = found[:keep] + found[index:] + found[keep:index] if index < offset else found[:index]
-        if not min(offset, self.max_size - 1) <= len(found) <= offset:
-            raise ValueError(f"a rotating cache of {self.max_size} that holds {len(found)} of {offset} tokens")
-        return found
+            order = order[:keep] + order[index:] + order[keep:index] if index < offset else order[:index]
+        if not min(offset, self.max_size - 1) <= len(order) <= offset:
+            raise ValueError(f"a rotating cache of {self.max_size} that holds {len(order)} of {offset} tokens")
+        return order
 
 
 class QuantizedState(Listed):
@@ -482,7 +482,7 @@ def describe(cache: Any, name: str, arrays: dict[str, mx.array]) -> dict[str, An
         ValueError: a cache of an unknown kind.
     """
     if isinstance(cache, KVCache):
-        return _describe_own(cache, name, arrays)
+        return _describe_kv_cache(cache, name, arrays)
     if type(cache) is stock.CacheList:
         members = [describe(member, f"{name}.{index}", arrays) for index, member in enumerate(cache.caches)]
         return {"kind": "list", "members": members}
@@ -492,7 +492,7 @@ def describe(cache: Any, name: str, arrays: dict[str, mx.array]) -> dict[str, An
     raise ValueError(f"cache {name} is a {type(cache).__name__}, which no file can hold: use mlx_kv.make_prompt_cache")
 
 
-def _describe_own(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
+def _describe_kv_cache(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
     state, view = cache.state, cache.view
     live = [_live_slots(row, view.layout) for row in view.rows]
     planes = {}
@@ -601,7 +601,7 @@ def restore(described: Sequence[Any], arrays: Mapping[str, mx.array]) -> list[An
 def _restore(tree: Any, name: str, arrays: dict[str, mx.array], memory: MemoryLimit) -> Any:
     kind = tree["kind"]
     if kind == "mlx-kv":
-        return _restore_own(tree, name, arrays, memory)
+        return _restore_kv_cache(tree, name, arrays, memory)
     if kind == "list":
         members = enumerate(decode(tree, CacheList).members)
         restored = [_restore(each, f"{name}.{index}", arrays, memory) for index, each in members]
@@ -612,29 +612,29 @@ def _restore(tree: Any, name: str, arrays: dict[str, mx.array], memory: MemoryLi
     return cls.from_state(astuple(decode(decode(tree, StockCache).state, STATES[cls], arrays)))
 
 
-def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: MemoryLimit) -> KVCache:
+def _restore_kv_cache(tree: Any, name: str, arrays: dict[str, mx.array], memory: MemoryLimit) -> KVCache:
     eviction = tree["state"][-1]
     if eviction and eviction[9:] and eviction[9] and len(eviction[9]) == 9:
         eviction[9] = eviction[9][:4]  # up to 0.3, with five fields of scores that were removed
-    given = decode(tree, OwnCache, arrays)
-    state, live = given.state, given.live
+    description = decode(tree, StoredCache, arrays)
+    state, live = description.state, description.live
     layout = make_layout(*state.layout)  # type: ignore[arg-type]
     if list(layout.parameters) != state.layout:
         raise ValueError("a layout with other parameters than it is made with")
     rows = tuple(_row(layout, numbers) for numbers in state.rows)
-    if given.name != name or live != [_live_slots(row, layout) for row in rows]:
+    if description.name != name or live != [_live_slots(row, layout) for row in rows]:
         raise ValueError("a cache of another name, or live slots of other rows")
-    codecs, tensors, encoded = given.find_codecs()
-    growth = DEFAULT if given.growth is None else given.growth.make()
-    announced = tuple(given.announced or [0] * len(rows))
-    capacity, needed = given.capacity, min(max(live) + 1, layout.most_slots)
-    if given.stored and needed > capacity:
+    codecs, tensors, encoded = description.find_codecs()
+    growth = DEFAULT if description.growth is None else description.growth.make()
+    announced = tuple(description.announced or [0] * len(rows))
+    capacity, needed = description.capacity, min(max(live) + 1, layout.most_slots)
+    if description.stored and needed > capacity:
         capacity = round_up(max(needed, growth.capacity(needed, capacity)))
-    if not all(first < last <= (capacity if given.stored else NO_LIMIT) for first, last in state.ranges):
+    if not all(first < last <= (capacity if description.stored else NO_LIMIT) for first, last in state.ranges):
         raise ValueError("slots beyond its capacity")
 
-    next_capacity = max(capacity, min(max(given.reserve, *announced), layout.enough_slots))
-    stored = {"keys": given.planes.keys, "values": given.planes.values}
+    next_capacity = max(capacity, min(max(description.reserve, *announced), layout.enough_slots))
+    stored = {"keys": description.planes.keys, "values": description.planes.values}
     keys, values = (
         [[take(arrays, f"{name}.{which}.{index}.{row}") for row in range(len(rows))] for index in range(count)]
         for which, count in stored.items()
@@ -643,8 +643,8 @@ def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: Memo
         if len({(x.ndim, x.shape[0], x.shape[2], x.dtype) for x in lines}) != 1 or [x.shape[1] for x in lines] != live:
             raise ValueError("rows of different shapes")
         memory.take(len(lines) * math.prod(lines[0].shape[::2]) * lines[0].itemsize * next_capacity)
-    heads = keys[0][0].shape[0] if given.stored else None
-    if given.stored:
+    heads = keys[0][0].shape[0] if description.stored else None
+    if description.stored:
         first_rows = [[lines[0][None] for lines in planes] for planes in (keys, values)]
         tensors = check_planes(first_rows[0], first_rows[1], codecs if encoded else PLAIN, tensors)
 
@@ -653,20 +653,20 @@ def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: Memo
     if isinstance(layout, Budget) and state.eviction is not None:
         check_eviction(state.eviction, layout, rows, heads)
     residual = None
-    if given.residual:
-        residual = _restore_residual(given.residual, f"{name}.residual", arrays, rows, heads, tensors)
+    if description.residual:
+        residual = _restore_residual(description.residual, f"{name}.residual", arrays, rows, heads, tensors)
         memory.take(sum(x.nbytes for x in residual[-1]))
     planes = ([_plane(lines, capacity) for lines in stored] or None for stored in (keys, values))
     restored = named_state((*planes, *astuple(state)))
     restored = restored._replace(codecs=in_state(codecs), tensors=tensors, encoded=encoded, residual=residual)
-    cache = KVCache.from_state(restored, growth=growth, reserved=given.reserve)
+    cache = KVCache.from_state(restored, growth=growth, reserved=description.reserve)
     cache.announced = announced
-    cache.lengths = None if given.lengths is None else tuple(given.lengths)
+    cache.lengths = None if description.lengths is None else tuple(description.lengths)
     return cache
 
 
 def _restore_residual(
-    given: StoredResidual,
+    description: StoredResidual,
     name: str,
     arrays: dict[str, mx.array],
     rows: Sequence[Row],
@@ -674,21 +674,21 @@ def _restore_residual(
     tensors: Tensors | None,
 ) -> list[Any]:
     """The state of a `Residual`; `heads` and `tensors` are None before the first update."""
-    if given.stored != (tensors is not None) or (tensors is None and any(given.first)):
+    if description.stored != (tensors is not None) or (tensors is None and any(description.first)):
         raise ValueError("newest tokens without others, or the other way round")
     if tensors is None:
-        return [given.length, given.room, given.first, []]
-    ranges = [range(max(0, row.offset - given.length - given.room), max(0, row.offset) + 1) for row in rows]
-    if len(given.first) != len(rows) or any(
-        first not in allowed for first, allowed in zip(given.first, ranges, strict=True)
+        return [description.length, description.room, description.first, []]
+    ranges = [range(max(0, row.offset - description.length - description.room), max(0, row.offset) + 1) for row in rows]
+    if len(description.first) != len(rows) or any(
+        first not in allowed for first, allowed in zip(description.first, ranges, strict=True)
     ):
         raise ValueError("newest tokens of other rows")
     planes = [take(arrays, f"{name}.{index}") for index in range(2)]
-    slots = Residual(given.length, given.room).slots + 1
+    slots = Residual(description.length, description.room).slots + 1
     for plane, (head_dim, dtype) in zip(planes, tensors, strict=True):
         if plane.shape != (len(rows), heads, slots, head_dim) or plane.dtype != DTYPES[dtype]:
             raise ValueError("newest tokens of other shapes")
-    return [given.length, given.room, given.first, planes]
+    return [description.length, description.room, description.first, planes]
 
 
 def _row(layout: Layout, numbers: list[int]) -> Row:
@@ -802,7 +802,7 @@ def _full(keys: Any, values: Any, offset: int, codecs: Codecs = PLAIN) -> KVCach
     if not keys or keys[0] is None or offset == 0:
         return KVCache(codec=codecs)
     keys, values = ([plane[:, :, :offset] for plane in planes] for planes in (keys, values))
-    return _made(keys, values, Row(0, offset, offset), Append(), codecs)
+    return _with_free_slot(keys, values, Row(0, offset, offset), Append(), codecs)
 
 
 def _ring(state: RotatingState) -> KVCache:
@@ -812,20 +812,22 @@ def _ring(state: RotatingState) -> KVCache:
     if keys is None or values is None or offset == 0:
         return KVCache(layout=layout)
     slots = state.slots_by_age()
-    held = len(slots)
+    count = len(slots)
     # Their positions. Those that come after the sinks are the newest; no more than the ring has room for.
-    first = max(keep, offset - (held - keep), offset - layout.turn) if offset > keep else offset
+    first = max(keep, offset - (count - keep), offset - layout.turn) if offset > keep else offset
     row = Row(0, offset, offset if first <= keep else first + layout.turn)  # as if so many had been written and trimmed
     positions = [*range(min(keep, offset)), *range(first, offset)]
-    taken = slots[: min(keep, offset)] + slots[held - (offset - first) :]
+    slots_of_positions = slots[: min(keep, offset)] + slots[count - (offset - first) :]
     source: list[int] = [0] * min(offset + 1, layout.most_slots)
-    for position, slot in zip(positions, taken, strict=True):
+    for position, slot in zip(positions, slots_of_positions, strict=True):
         source[layout.slot(row, position)] = slot
     index = mx.array(source)
-    return _made([keys[:, :, index]], [values[:, :, index]], row, layout)
+    return _with_free_slot([keys[:, :, index]], [values[:, :, index]], row, layout)
 
 
-def _made(keys: list[mx.array], values: list[mx.array], row: Row, layout: Layout, codecs: Codecs = PLAIN) -> KVCache:
+def _with_free_slot(
+    keys: list[mx.array], values: list[mx.array], row: Row, layout: Layout, codecs: Codecs = PLAIN
+) -> KVCache:
     """A cache of these planes (B, H, n, width) with one free slot, if the layout has one; all rows are alike."""
     rows, capacity = [row] * keys[0].shape[0], round_up(min(row.offset + 1, layout.most_slots))
     keys, values = (

@@ -138,15 +138,15 @@ def _layers(arrays: dict[str, mx.array], heads: list[int]) -> tuple[FittedLayer,
     layers = []
     for i, count in enumerate(heads):
         prefix = f"layers.{i}."
-        own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        layer_arrays = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         try:
-            layer = FittedLayer.of_arrays(own)
+            layer = FittedLayer.of_arrays(layer_arrays)
             _check_layer(layer, count)
         except KeyError as error:
             raise ValueError(f"{error.args[0]} of layer {i} is missing") from error
         except ValueError as error:
             raise ValueError(f"layer {i} has {error}") from error
-        if layer.arrays.keys() != own.keys():
+        if layer.arrays.keys() != layer_arrays.keys():
             raise ValueError(f"layer {i} has arrays that are not known")
         layers.append(layer)
     if sum(len(layer.arrays) for layer in layers) != len(arrays):

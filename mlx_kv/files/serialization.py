@@ -376,12 +376,12 @@ def cut_into_blocks(packed: PackedCaches, wanted: Callable[[int, int], Collectio
 
 def _columns(described: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[str]]:
     """The arrays that hold slots, by the number of slots and the layout."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    columns: dict[tuple[Any, ...], list[str]] = {}
     for cache in _flat_caches(described):
         if len(cache["live"]) == 1:  # one sequence: what is kept of prompts
             names = [f"{cache['name']}.{which}.{i}.0" for which, count in cache["planes"].items() for i in range(count)]
-            found.setdefault((cache["live"][0], *cache["state"][2]), []).extend(names)
-    return {column: names for column, names in found.items() if names}
+            columns.setdefault((cache["live"][0], *cache["state"][2]), []).extend(names)
+    return {column: names for column, names in columns.items() if names}
 
 
 def _flat_caches(described: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -141,11 +141,11 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         DuplicateKeyError: a name is there twice.
     """
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
         ((most, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise DuplicateKeyError(most)
-    return made
+    return tree
 
 
 def read_json(raw: bytes | str) -> Any:
@@ -207,9 +207,9 @@ class Content:
 
     def digest(self, name: str) -> str:
         """Of the name, the dtype, the shape and the bytes."""
-        found = hashlib.blake2b(f"{name} {self.dtype} {list(self.shape)} ".encode(), digest_size=16)
-        found.update(self.bytes)
-        return found.hexdigest()
+        digest = hashlib.blake2b(f"{name} {self.dtype} {list(self.shape)} ".encode(), digest_size=16)
+        digest.update(self.bytes)
+        return digest.hexdigest()
 
     def array(self) -> mx.array:
         """Evaluated."""
@@ -227,13 +227,13 @@ def contents(arrays: Mapping[str, mx.array]) -> dict[str, Content]:
     Raises:
         ValueError: an array has a dtype that no file can hold.
     """
-    found = {}
+    contents_by_name = {}
     for name, array in arrays.items():
         if array.dtype not in NAMES:
             raise ValueError(f"array {name} is {array.dtype}, which these files do not hold: convert it first")
         words: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
-        found[name] = Content(NAMES[array.dtype], array.shape, memoryview(words))
-    return found
+        contents_by_name[name] = Content(NAMES[array.dtype], array.shape, memoryview(words))
+    return contents_by_name
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,9 @@ def token_counts(table: HeadBudgets, mean: int, most: int) -> tuple[tuple[int, .
     if left := order[full:]:
         free = total - full * most
         # Heads of no share get some only where all others keep everything.
-        wanted = [free * flat[i] / rest if rest > 0 else free / len(left) for i in left]
-        whole = [min(most, int(x)) for x in wanted]
-        by_rest = sorted(range(len(left)), key=lambda j: (whole[j] - wanted[j], j))
+        exact = [free * flat[i] / rest if rest > 0 else free / len(left) for i in left]
+        whole = [min(most, int(x)) for x in exact]
+        by_rest = sorted(range(len(left)), key=lambda j: (whole[j] - exact[j], j))
         missing = free - sum(whole)
         while missing > 0:  # once round, but for rounding in the last digits
             for j in by_rest:
@@ -145,13 +145,13 @@ def layer_counts(table: HeadBudgets, layer: int, mean: int, most: int, heads: ra
     Raises:
         ValueError: a table for another number of heads.
     """
-    own = token_counts(table, mean, most)[layer]
-    if len(own) not in (1, every):
+    head_counts = token_counts(table, mean, most)[layer]
+    if len(head_counts) not in (1, every):
         raise ValueError(
-            f"the table of budgets has {len(own)} numbers in a row, and a layer has {every} KV heads: give a "
+            f"the table of budgets has {len(head_counts)} numbers in a row, and a layer has {every} KV heads: give a "
             "number for each head, or one for all of them"
         )
-    return own * len(heads) if len(own) == 1 else own[heads.start : heads.stop]
+    return head_counts * len(heads) if len(head_counts) == 1 else head_counts[heads.start : heads.stop]
 
 
 def max_layer_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
@@ -159,17 +159,17 @@ def max_layer_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
 
     While some heads keep all tokens, it is linear in the tokens read; it is largest where a head stops keeping all.
     """
-    flat, own = Counter(each for row in table for each in row), Counter(table[layer])
-    heads, total = own.total(), flat.total() * mean
-    found, rest, own_rest = float(heads * mean), math.fsum(flat.elements()), math.fsum(own.elements())
+    flat, layer_shares = Counter(each for row in table for each in row), Counter(table[layer])
+    heads, total = layer_shares.total(), flat.total() * mean
+    largest, rest, own_rest = float(heads * mean), math.fsum(flat.elements()), math.fsum(layer_shares.elements())
     full = own_full = 0  # heads with more than a share, of all and of this layer
     for share in sorted([each for each in flat if each > 0], reverse=True):
         read = total / (full + rest / share)  # so many tokens: from there on heads of this share keep fewer than all
-        found = max(found, read * (own_full + own_rest / share))
-        count, own_count = flat[share], own[share]
+        largest = max(largest, read * (own_full + own_rest / share))
+        count, own_count = flat[share], layer_shares[share]
         full, own_full = full + count, own_full + own_count
         rest, own_rest = max(0.0, rest - count * share), max(0.0, own_rest - own_count * share)
-    return math.ceil(found) + heads
+    return math.ceil(largest) + heads
 
 
 def max_head_tokens(table: HeadBudgets, layer: int, mean: int) -> int:

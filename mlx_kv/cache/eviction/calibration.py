@@ -90,8 +90,8 @@ class FittedLayer(NamedTuple):
     def arrays(self) -> dict[str, mx.array]:
         """All numbers by name."""
         ropes = {"key_rope": self.key_rope, "value_rope": self.value_rope}
-        found = {f"{name}.{part}": x for name, rope in ropes.items() if rope for part, x in rope._asdict().items()}
-        return {"weights": self.weights, "bias": self.bias} | found
+        angles = {f"{name}.{part}": x for name, rope in ropes.items() if rope for part, x in rope._asdict().items()}
+        return {"weights": self.weights, "bias": self.bias} | angles
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, mx.array]) -> FittedLayer:
@@ -130,13 +130,13 @@ def fitted_score(layers: Sequence[FittedLayer]) -> Callable[[ScoredTokens], mx.a
     """The score of a model with these layers: the predicted share of attention, comparable between heads and layers."""
 
     def fitted(tokens: ScoredTokens) -> mx.array:
-        own, n = layers[tokens.layer], tokens.keys.shape[2]
+        layer, n = layers[tokens.layer], tokens.keys.shape[2]
         blocks = []
         for first in range(0, n, BLOCK):
             which = slice(first, first + BLOCK)
             keys = tokens.keys[:, :, which] if tokens.key_part is None else tokens.key_part(which)
             values = tokens.values[:, :, which] if tokens.value_part is None else tokens.value_part(which)
-            blocks.append(own.predicted(keys, values, tokens.positions[..., which]))
+            blocks.append(layer.predicted(keys, values, tokens.positions[..., which]))
             if n > BLOCK:
                 mx.eval(blocks[-1])
         return mx.exp(mx.minimum(mx.concatenate(blocks, axis=2), MAX_LOG))

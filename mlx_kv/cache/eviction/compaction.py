@@ -94,7 +94,7 @@ class CompactionStep:
 
     def is_of(self, rows: tuple[Row, ...], buffers: Buffers) -> bool:
         """Whether the rows and buffers of a cache are still those of this step."""
-        return rows == self.rows and all(own is now for own, now in zip(self.buffers, buffers, strict=True))
+        return rows == self.rows and all(before is now for before, now in zip(self.buffers, buffers, strict=True))
 
     # --- what one row evicts ----------------------------------------------------------------------------------------
 
@@ -273,10 +273,10 @@ def evictable_of(
     """
     heads, free = scores.shape[0], slice(layout.sinks, row.end - layout.keep_recent)
     every = mx.arange(heads, dtype=mx.int32)[:, None]
-    own = alive[:, free]
+    evictable = alive[:, free]
     ties = mx.broadcast_to(positions, alive.shape)[:, free].astype(mx.int64) * heads + every
     ranks = in_order(scores, ties)
-    return Evictable(mx.where(own, ranks, NO_TOKEN), own)
+    return Evictable(mx.where(evictable, ranks, NO_TOKEN), evictable)
 
 
 def lowest_of_all(tokens: Evictable, kept: int, sure: int) -> mx.array:

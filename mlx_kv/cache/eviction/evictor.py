@@ -128,16 +128,16 @@ class Evictor:
         """
         saved = EvictorState(*state)
         allocation = checked_allocation(saved.share, saved.layers)
-        made = cls(layout, score or saved.score, saved.share, None, saved.layer, allocation)
-        made.metadata = RowMetadata(
-            tuple([LayerGroup.of_copy(name, saved.layer, made) for name in saved.groups]),
+        evictor = cls(layout, score or saved.score, saved.share, None, saved.layer, allocation)
+        evictor.metadata = RowMetadata(
+            tuple([LayerGroup.of_copy(name, saved.layer, evictor) for name in saved.groups]),
             saved.work_by_row(),
             KeptTokens(saved.positions, saved.scores, saved.dead),
             tuple([None if shares is None else SecondPassShares(*shares) for shares in saved.reread or ()]),
         )
-        if made.observation is not None:
-            made.observation.resume(saved.observed, len(saved.groups))
-        return made
+        if evictor.observation is not None:
+            evictor.observation.resume(saved.observed, len(saved.groups))
+        return evictor
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
         """An evictor for a deep copy of the cache; copies of all layers share layer groups of their own.
@@ -154,13 +154,13 @@ class Evictor:
     def _copy_with(
         self, metadata: RowMetadata, observation: Observation | None, memo: dict[int, Any] | None = None
     ) -> Evictor:
-        made = Evictor(self.layout, self.score, self.scope, None, self.layer, self.layer_allocation)
+        evictor = Evictor(self.layout, self.score, self.scope, None, self.layer, self.layer_allocation)
         groups = [
-            LayerGroup.of_copy(group.name, self.layer, made, memo, group.communicator) for group in metadata.groups
+            LayerGroup.of_copy(group.name, self.layer, evictor, memo, group.communicator) for group in metadata.groups
         ]
-        made.metadata = metadata._replace(groups=tuple(groups))
-        made.observation, made.paused = observation, self.paused
-        return made
+        evictor.metadata = metadata._replace(groups=tuple(groups))
+        evictor.observation, evictor.paused = observation, self.paused
+        return evictor
 
     def reset(self) -> None:
         """Begins a new session, of one sequence until there are more rows: that of the first row."""
@@ -245,8 +245,8 @@ class Evictor:
 
     def tokens_by_head(self, row: Row, index: int) -> list[int]:
         """The number of tokens in each head of one row; one number where all heads hold the same."""
-        own = (self.live_positions(row, index) >= 0).sum(axis=-1)
-        return (own + row.shared).tolist()  # type: ignore[return-value]
+        counts = (self.live_positions(row, index) >= 0).sum(axis=-1)
+        return (counts + row.shared).tolist()  # type: ignore[return-value]
 
     def live_scores(self, index: int) -> mx.array:
         """The present scores of all live slots of one row, (H', n)."""
@@ -483,7 +483,7 @@ class RowMetadata(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of all arrays."""
-        return self.kept.nbytes + sum(own.received.nbytes for own in self.reread if own is not None)
+        return self.kept.nbytes + sum(shares.received.nbytes for shares in self.reread if shares is not None)
 
     @property
     def _reread_by_row(self) -> tuple[SecondPassShares | None, ...]:
@@ -523,7 +523,7 @@ class RowMetadata(NamedTuple):
     def with_second_pass(self, reread: Sequence[SecondPassShares]) -> RowMetadata:
         """The same rows after a second pass over some tokens of each, which follow those of earlier passes."""
         pairs = zip(self._reread_by_row, reread, strict=True)
-        return self._replace(reread=tuple([own if before is None else before.then(own) for before, own in pairs]))
+        return self._replace(reread=tuple([new if before is None else before.then(new) for before, new in pairs]))
 
     def standing_at(self, layout: Budget, rows: Sequence[Row]) -> RowMetadata:
         """The same rows after tokens were trimmed or evicted, without the second pass of tokens that are gone.
@@ -533,7 +533,7 @@ class RowMetadata(NamedTuple):
         if not self.reread:
             return self
         pairs = zip(self.reread, rows, strict=True)
-        reread = tuple([own and own.between(layout.ordered_from(row), row.offset) for own, row in pairs])
+        reread = tuple([shares and shares.between(layout.ordered_from(row), row.offset) for shares, row in pairs])
         return self._replace(reread=reread if any(reread) else ())
 
 
@@ -643,11 +643,11 @@ class LayerGroup:
         else:
             group = copies.group_for(layer, member, communicator)
         if layer in group._members:
-            taken, group = group, copies.begin(communicator)
+            previous, group = group, copies.begin(communicator)
             for other, copied in together.items():
-                del taken._members[other]
+                del previous._members[other]
                 group.join(other, copied)
-                groups = tuple([group if each is taken else each for each in copied.metadata.groups])
+                groups = tuple([group if each is previous else each for each in copied.metadata.groups])
                 copied.metadata = copied.metadata._replace(groups=groups)
         group.join(layer, member)
         together[layer] = member
@@ -694,10 +694,11 @@ class LayerGroup:
         """Replaces the scores of the heads here by those of all heads, where other processes have some."""
         if not self.communicator.needs_all_heads(scope):
             return
-        asked = [(each, each.step.scoring.of_heads(each.row_index)) for each in layers]
-        missing = [(each, scores) for each, scores in asked if scores is not None]
-        own = list(evaluate_together((scores for _, scores in missing), layers[0].step.nbytes, TOGETHER_BYTES))
-        for (each, _), scores in zip(missing, self.communicator.gather_heads(own) if own else [], strict=True):
+        head_scores = [(each, each.step.scoring.of_heads(each.row_index)) for each in layers]
+        missing = [(each, scores) for each, scores in head_scores if scores is not None]
+        local_scores = list(evaluate_together((scores for _, scores in missing), layers[0].step.nbytes, TOGETHER_BYTES))
+        gathered = self.communicator.gather_heads(local_scores) if local_scores else []
+        for (each, _), scores in zip(missing, gathered, strict=True):
             each.step.scoring.set_heads(each.row_index, scores)
 
     def _sum_of_layers(self, layers: Sequence[LayerStep]) -> mx.array:
@@ -724,12 +725,12 @@ def check_in_step(row: Row, layers: Sequence[LayerStep]) -> None:
     """Raises ValueError unless every layer stands where `row` does."""
     if all(_in_step(each.row, row) for each in layers):
         return
-    held: dict[str, list[str]] = {}
+    layers_by_tokens: dict[str, list[str]] = {}
     for each in layers:
-        held.setdefault(f"{each.row.end} of {each.row.offset}", []).append(str(each.layer))
-    found = "; ".join(f"{kept} tokens in layer {', '.join(numbers)}" for kept, numbers in held.items())
+        layers_by_tokens.setdefault(f"{each.row.end} of {each.row.offset}", []).append(str(each.layer))
+    tokens = "; ".join(f"{kept} tokens in layer {', '.join(numbers)}" for kept, numbers in layers_by_tokens.items())
     raise ValueError(
-        f"the layers of one sequence have diverged, and cannot decide together what to evict: they hold {found}. "
+        f"the layers of one sequence have diverged, and cannot decide together what to evict: they hold {tokens}. "
         "Trim all layers alike and copy them together"
     )
 

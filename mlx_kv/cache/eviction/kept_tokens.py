@@ -70,8 +70,8 @@ class KeptTokens(NamedTuple):
         read = count_slots(plan.ranges)
         lines = []
         for i, (row, new) in enumerate(zip(plan.rows, plan.counts, strict=True)):
-            held = self.live_positions(layout, row, i)[0]
-            line = mx.concatenate([held, mx.arange(row.offset, row.offset + new)])
+            positions = self.live_positions(layout, row, i)[0]
+            line = mx.concatenate([positions, mx.arange(row.offset, row.offset + new)])
             lines.append(mx.pad(line, (0, read - line.size), constant_values=mx.array(-1)))
         return mx.stack(lines)[:, None, None]
 

@@ -230,17 +230,17 @@ def products(queries: Queries, keys: Keys) -> mx.array:
     parts = [
         scaled @ keys.part(slice(first, first + step)).astype(mx.float32).swapaxes(2, 3) for first in range(0, n, step)
     ]
-    made = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=3)).reshape(rows, heads, -1, count, n)
+    scores = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=3)).reshape(rows, heads, -1, count, n)
     positions = keys.positions[:, :, None, None]  # (B, 1 or H, 1, 1, n)
     seen = (positions >= 0) & (positions <= queries.positions[:, None, None, :, None])
     if not on_cpu():
-        return mx.where(seen, made, UNSEEN)
+        return mx.where(seen, scores, UNSEEN)
     # In place, evaluated: `mx.where` takes as long as the products do, and most tokens are seen by all queries.
-    view, visible = np.array(made, copy=False), np.array(seen, copy=False)
+    view, visible = np.array(scores, copy=False), np.array(seen, copy=False)
     columns = np.flatnonzero(~visible.all(axis=(0, 1, 2, 3)))
     if columns.size:
         view[..., columns] = np.where(visible[..., columns], view[..., columns], np.float32(UNSEEN))
-    return made
+    return scores
 
 
 def log_sums(products: mx.array, sinks: mx.array | None) -> mx.array:
@@ -249,10 +249,10 @@ def log_sums(products: mx.array, sinks: mx.array | None) -> mx.array:
     centred = products - largest
     # On a CPU by NumPy, evaluated: 1 ns per number, where MLX takes 20.
     powers = mx.array(np.exp(np.array(centred, copy=False))) if on_cpu() else mx.exp(centred)
-    made = largest[..., 0] + mx.log(powers.sum(axis=-1))
+    sums = largest[..., 0] + mx.log(powers.sum(axis=-1))
     if sinks is None:
-        return made
-    return mx.logaddexp(made, sinks.astype(mx.float32).reshape(1, *made.shape[1:3], 1))
+        return sums
+    return mx.logaddexp(sums, sinks.astype(mx.float32).reshape(1, *sums.shape[1:3], 1))
 
 
 def mean_weights(queries: Queries, keys: Keys) -> mx.array:
@@ -273,14 +273,15 @@ def _summed_weights(products: mx.array, sinks: mx.array | None) -> mx.array:
     as fast, and new memory costs more than the computation.
     """
     cpu = on_cpu()
-    made: Any = np.array(products, copy=False) if cpu else products
-    largest = made.max(axis=-1, keepdims=True)
-    made -= largest
-    parts = np.exp(made, out=made) if cpu else mx.exp(made)
+    logits: Any = np.array(products, copy=False) if cpu else products
+    largest = logits.max(axis=-1, keepdims=True)
+    logits -= largest
+    parts = np.exp(logits, out=logits) if cpu else mx.exp(logits)
     whole = parts.sum(axis=-1)  # (B, H, g, m)
     if sinks is not None:
-        own = sinks.astype(mx.float32).reshape(1, *whole.shape[1:3], 1)
-        whole = whole + (np.exp(np.array(own) - largest[..., 0]) if cpu else mx.exp(own - largest[..., 0]))
+        sink_logits = sinks.astype(mx.float32).reshape(1, *whole.shape[1:3], 1)
+        shifted = np.array(sink_logits) - largest[..., 0] if cpu else sink_logits - largest[..., 0]
+        whole = whole + (np.exp(shifted) if cpu else mx.exp(shifted))
     return mx.array(((1 / whole)[..., None, :] @ parts)[..., 0, :])
 
 
@@ -370,12 +371,12 @@ def snap_kv(tokens: ScoredTokens) -> mx.array:
         return key_diff(tokens)
     rows, heads, n, _ = tokens.keys.shape
     attention = _mean_attention(tokens).reshape(rows, heads, -1, n).mean(axis=2)
-    own = mx.broadcast_to(_own_tokens(tokens), attention.shape)
+    newest = mx.broadcast_to(_own_tokens(tokens), attention.shape)
     order = mx.argsort(mx.broadcast_to(tokens.positions, attention.shape), axis=-1)  # live tokens lie in any order
-    in_order = mx.take_along_axis(mx.where(own, 0, attention), order, axis=-1)
+    in_order = mx.take_along_axis(mx.where(newest, 0, attention), order, axis=-1)
     padded = mx.pad(in_order, [(0, 0), (0, 0), (SNAP_KERNEL // 2, SNAP_KERNEL // 2)])
     pooled = sum((padded[:, :, shift : shift + n] for shift in range(SNAP_KERNEL)), mx.zeros(1)) / SNAP_KERNEL
-    return _above_all(mx.put_along_axis(mx.zeros_like(pooled), order, pooled, axis=-1), own)
+    return _above_all(mx.put_along_axis(mx.zeros_like(pooled), order, pooled, axis=-1), newest)
 
 
 def _mean_attention(tokens: ScoredTokens) -> mx.array:

@@ -212,11 +212,11 @@ class Scoring:
             **attention,
         )
         scores = self._score.function(tokens)
-        wanted = keys.shape[:3]
-        if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
+        shape = keys.shape[:3]
+        if not isinstance(scores, mx.array) or scores.shape != shape or scores.dtype != mx.float32:
             got = f"{scores.shape} of {scores.dtype}" if isinstance(scores, mx.array) else type(scores).__name__
             raise ValueError(
-                f"the score {self._score.name} gave {got}, expected an mx.array {wanted} of float32: one number "
+                f"the score {self._score.name} gave {got}, expected an mx.array {shape} of float32: one number "
                 "for each row, head and token"
             )
         return scores
@@ -232,8 +232,8 @@ class Scoring:
         if self._score.wants is not None and self._score.wants.reread:
             unread = mx.full((self._buffers[0].planes[0].shape[1], positions.shape[2]), NOT_READ)
             reread = [self._reread[i] if self._reread else None for i in which]
-            found = [unread if own is None else own.at(positions[at]) for at, own in enumerate(reread)]
-            fields["reread"] = mx.stack(found)
+            received = [unread if shares is None else shares.at(positions[at]) for at, shares in enumerate(reread)]
+            fields["reread"] = mx.stack(received)
         if self._observation is not None and (last := self._observation.last_queries(index)) is not None:
             fields |= {"queries": last.queries, "query_positions": last.positions, "scale": last.scale}
             fields["attention_sinks"] = last.sinks
@@ -250,14 +250,14 @@ def of_head(fields: dict[str, Any], head: int, heads: int, own: Callable[[mx.arr
     def group(x: mx.array, axis: int = 1) -> mx.array:
         return x.split(heads, axis=axis)[head]
 
-    made = dict(fields)
+    head_fields = dict(fields)
     if "reread" in fields:
-        made["reread"] = own(fields["reread"])
+        head_fields["reread"] = own(fields["reread"])
     if "queries" in fields:
-        made["queries"] = group(fields["queries"])
+        head_fields["queries"] = group(fields["queries"])
         sinks = fields["attention_sinks"]
-        made["attention_sinks"] = None if sinks is None else group(sinks, axis=0)
-    return made
+        head_fields["attention_sinks"] = None if sinks is None else group(sinks, axis=0)
+    return head_fields
 
 
 # --- the last queries -------------------------------------------------------------------------------------------------
@@ -288,9 +288,9 @@ class Observation:
         self.sinks: mx.array | None = None
 
     def _like(self, rows: int) -> Observation:
-        made = Observation(self.wants, self._keep_recent, rows)
-        made.scale, made.sinks = self.scale, self.sinks
-        return made
+        observation = Observation(self.wants, self._keep_recent, rows)
+        observation.scale, observation.sinks = self.scale, self.sinks
+        return observation
 
     @property
     def nbytes(self) -> int:
@@ -316,8 +316,8 @@ class Observation:
 
     def max_trim(self, row: int) -> int:
         """Tokens that can be trimmed without loss: as if they had never been observed."""
-        held, end = self.recent.counts[row], self.ends[row]
-        return end if held >= end else max(0, held - self.wants.queries)
+        count, end = self.recent.counts[row], self.ends[row]
+        return end if count >= end else max(0, count - self.wants.queries)
 
     # --- new queries and trims ------------------------------------------------------------------------------------
 
@@ -395,24 +395,24 @@ class Observation:
 
     def copy(self) -> Observation:
         """A copy; arrays are shared, and never changed in place."""
-        made = self._like(len(self.ends))
-        made.recent, made.ends = RecentQueries(self.recent.rows, self.recent.pieces), list(self.ends)
-        return made
+        copied = self._like(len(self.ends))
+        copied.recent, copied.ends = RecentQueries(self.recent.rows, self.recent.pieces), list(self.ends)
+        return copied
 
     def of_rows(self, chosen: Sequence[int]) -> Observation:
         """Copies of some rows, in this order."""
-        made = self._like(len(chosen))
+        selected = self._like(len(chosen))
         if max(chosen) < len(self.ends):  # else rows that have just begun
-            made.recent, made.ends = self.recent.of_rows(chosen), [self.ends[row] for row in chosen]
-        return made
+            selected.recent, selected.ends = self.recent.of_rows(chosen), [self.ends[row] for row in chosen]
+        return selected
 
     def join(self, rows: int, other: Observation, more: int) -> Observation:
         """These rows, `rows` of them, and after them copies of `more` others."""
-        own = self if len(self.ends) == rows else self._like(rows)
+        ours = self if len(self.ends) == rows else self._like(rows)
         theirs = other if len(other.ends) == more else other._like(more)
-        made = (own if own.scale else theirs)._like(rows + more)
-        made.recent, made.ends = own.recent.with_rows_of(theirs.recent), own.ends + theirs.ends
-        return made
+        joined = (ours if ours.scale else theirs)._like(rows + more)
+        joined.recent, joined.ends = ours.recent.with_rows_of(theirs.recent), ours.ends + theirs.ends
+        return joined
 
     def compute(self) -> Observation:
         """Starts computing the arrays: rows may come and go often before they are used, and build a long graph."""
@@ -436,12 +436,12 @@ class Observation:
         self.begin(rows)
         if state is None:
             return
-        given = ObservedState(*state)
-        self.scale, self.sinks, self.ends = given.scale, given.sinks, [row[1] for row in given.rows]
-        if given.queries is not None:
-            width = given.queries.shape[2]
-            spans = tuple([(width - row[2], width) for row in given.rows])
-            self.recent = RecentQueries(rows, [Piece(given.queries, spans)])
+        observed = ObservedState(*state)
+        self.scale, self.sinks, self.ends = observed.scale, observed.sinks, [row[1] for row in observed.rows]
+        if observed.queries is not None:
+            width = observed.queries.shape[2]
+            spans = tuple([(width - row[2], width) for row in observed.rows])
+            self.recent = RecentQueries(rows, [Piece(observed.queries, spans)])
 
 
 def _span(row: Row, count: int) -> tuple[int, int]:
@@ -508,12 +508,12 @@ class RecentQueries:
 
     def join(self, limit: int | None = None) -> JoinedQueries | None:
         """All queries, or the last `limit` of each row; None where there are none. Never a part of a larger array."""
-        held = self.counts
-        counts = tuple([count if limit is None else min(count, limit) for count in held])
+        counts_before = self.counts
+        counts = tuple([count if limit is None else min(count, limit) for count in counts_before])
         width = max(counts)
         if not width:
             return None
-        skipped = [count - kept for count, kept in zip(held, counts, strict=True)]
+        skipped = [count - kept for count, kept in zip(counts_before, counts, strict=True)]
         parts, at, cut = list[mx.array](), 0, False
         columns = [list[int]() for _ in counts]  # of each row, among those of all parts side by side
         for piece in self.pieces:
@@ -554,10 +554,10 @@ class RecentQueries:
     def with_rows_of(self, other: RecentQueries) -> RecentQueries:
         """These rows, and after them another's."""
         parts = [(part.join(), part.rows) for part in (self, other)]
-        held = [part for part, _ in parts if part is not None]
-        if not held:
+        pieces = [part for part, _ in parts if part is not None]
+        if not pieces:
             return RecentQueries(self.rows + other.rows)
-        width, like = max([part.queries.shape[2] for part in held]), held[0].queries
+        width, like = max([part.queries.shape[2] for part in pieces]), pieces[0].queries
         queries, spans = list[mx.array](), list[Span]()
         for part, rows in parts:
             if part is None:
@@ -629,8 +629,8 @@ class SecondPassShares(NamedTuple):
         """The shares of tokens at `positions`, (1 or H, n): (H, n), `NOT_READ` for those without a second pass."""
         count = self.received.shape[1]
         index = mx.broadcast_to(positions - self.first, (self.received.shape[0], positions.shape[1]))
-        found = mx.take_along_axis(self.received, mx.clip(index, 0, count - 1), axis=1)
-        return mx.where((index >= 0) & (index < count), found, NOT_READ)
+        received = mx.take_along_axis(self.received, mx.clip(index, 0, count - 1), axis=1)
+        return mx.where((index >= 0) & (index < count), received, NOT_READ)
 
     def between(self, first: int, last: int) -> SecondPassShares | None:
         """The shares of the tokens at positions [first, last) alone; None where there are none."""
@@ -643,11 +643,11 @@ class SecondPassShares(NamedTuple):
 
     def then(self, other: SecondPassShares) -> SecondPassShares:
         """The shares of these tokens and of others that follow; tokens between them, as answers, get `NOT_READ`."""
-        own = self.between(self.first, other.first)
-        if own is None:
+        before = self.between(self.first, other.first)
+        if before is None:
             return other
-        unread = mx.full((own.received.shape[0], other.first - own.last), NOT_READ)
-        return SecondPassShares(own.first, mx.concatenate([own.received, unread, other.received], axis=1))
+        unread = mx.full((before.received.shape[0], other.first - before.last), NOT_READ)
+        return SecondPassShares(before.first, mx.concatenate([before.received, unread, other.received], axis=1))
 
 
 class SecondPass:
@@ -667,7 +667,7 @@ class SecondPass:
     @property
     def shares(self) -> tuple[SecondPassShares, ...]:
         """What the chunk has received, by row; nothing before anything was repeated."""
-        return () if self._largest is None else tuple([SecondPassShares(self._first, own) for own in self._largest])
+        return () if self._largest is None else tuple([SecondPassShares(self._first, x) for x in self._largest])
 
     def attend(self, call: Call, row: Row, keys: SlotBuffer) -> mx.array:
         """(B, Hq, S, Dv): the answer to the call, which is observed.
@@ -697,13 +697,13 @@ def largest_shares(
         sinks: (H * G,), logits that shares are divided by beside those of tokens, where the model has them.
     """
     rows, count, total = keys.shape[0], queries.shape[2], keys.shape[2]
-    own = Keys(keys.shape, lambda which: keys[:, :, which], mx.arange(total)[None, None])
+    own_keys = Keys(keys.shape, lambda which: keys[:, :, which], mx.arange(total)[None, None])
     positions = mx.broadcast_to(mx.arange(total - count, total), (rows, count))
     every = Queries(queries, positions, scale, sinks)
     largest: mx.array | None = None
-    for first, last in blocks(every, own):
-        made = products(every.columns(first, last), own)  # (B, H, G, block, N)
-        shares = (made[..., chosen] - log_sums(made, sinks)[..., None]).max(axis=(2, 3))  # their logarithms
+    for first, last in blocks(every, own_keys):
+        logits = products(every.columns(first, last), own_keys)  # (B, H, G, block, N)
+        shares = (logits[..., chosen] - log_sums(logits, sinks)[..., None]).max(axis=(2, 3))  # their logarithms
         largest = shares if largest is None else mx.maximum(largest, shares)
         mx.eval(largest)
     assert largest is not None, "a pass has queries"
