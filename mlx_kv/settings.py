@@ -129,7 +129,7 @@ class Setting:
     """What a field of a dataclass says about itself; `setting` makes one.
 
     Attributes:
-        help: one line, a noun or an imperative.
+        help: one line, a noun or an imperative; by default the summary.
         options: its names on the command line, such as ("--max-tokens", "-m"); none: it is no option.
         summary: one short line for `--help`; options without one are in `--help-all` only.
         metavar: of its value in `--help`.
@@ -149,7 +149,7 @@ class Setting:
         environment: a variable with the value.
     """
 
-    help: str
+    help: str = ""
     options: tuple[str, ...] = ()
     summary: str = ""
     metavar: str | None = None
@@ -186,7 +186,7 @@ class Setting:
 def setting(
     default: Any,
     *,
-    help: str,
+    help: str = "",
     option: str | tuple[str, ...] = (),
     summary: str = "",
     metavar: str | None = None,
@@ -211,7 +211,7 @@ def setting(
         repr: as of `dataclasses.field`.
     """
     described = Setting(
-        help=help,
+        help=help or summary,
         options=(option,) if isinstance(option, str) else tuple(option),
         summary=summary,
         metavar=metavar,

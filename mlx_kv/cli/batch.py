@@ -102,7 +102,6 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     metavar="N",
     section="Sampling",
     summary="Maximum prompts in a batch.",
-    help="Maximum prompts in a batch.",
 )
 @option("--ignore-chat-template", is_flag=True, section="Files", help="Continue texts as plain text.")
 @option(
@@ -170,7 +169,12 @@ def batch(
     with OutputFile(output_file) as answers:
         work = find_work(raw_lines, reader, answers.done)
         if work.changed and not overwrite:
-            raise click.UsageError(say_changed(work.changed, answers.name))
+            number, name = work.changed[0]
+            others = f" (and {len(work.changed) - 1:,} more)" if len(work.changed) > 1 else ""
+            raise click.UsageError(
+                f"line {number}{others}: id {json.dumps(name)} is in {answers.name} with another prompt or other "
+                "settings: give another id or --output, or --overwrite to do it again"
+            )
         progress = Progress(work)
         if not work.todo:
             say(f"nothing to do: {work.skipped:,} of {work.skipped + progress.bad:,} lines are in {answers.name}")
@@ -349,15 +353,6 @@ def answer_sampling(sampling: SamplingSettings) -> dict[str, Any]:
     else:
         drawn = {}
     return drawn | {name: changed[name] for name in names if name in changed}
-
-
-def say_changed(changed: list[tuple[int, Id]], output: str) -> str:
-    number, name = changed[0]
-    others = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
-    return (
-        f"line {number}{others}: id {json.dumps(name)} is in {output} with another prompt or other settings: "
-        "give another id or --output, or --overwrite to do it again"
-    )
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -57,18 +57,18 @@ def head_lines(calibration: Calibration) -> list[str]:
 
 def bits_lines(calibration: Calibration) -> list[str]:
     """Lines on what --kv-bits auto would choose, and the loss of the bits that take the fewest and the most bytes."""
+
+    def in_words(loss: BitsLoss) -> str:
+        rotated = " --kv-rotate" if loss.codec else ""
+        return (
+            f"--kv-bits {loss.keys},{loss.values} --kv-group-size {loss.group_size}{rotated}: {loss.nats:+.4f} ± "
+            f"{loss.error:.4f} nats a token, {loss.bytes_per_token:,} bytes a token"
+        )
+
     smallest = calibration.smallest_bits()
-    chosen = "none are within 0.01 nats a token" if smallest is None else loss_in_words(smallest)
-    ends = [calibration.losses[0], calibration.losses[-1]]
-    return [f"bits        auto: {chosen}", *(f"            {loss_in_words(loss)}" for loss in ends if loss != smallest)]
-
-
-def loss_in_words(loss: BitsLoss) -> str:
-    rotated = " --kv-rotate" if loss.codec else ""
-    return (
-        f"--kv-bits {loss.keys},{loss.values} --kv-group-size {loss.group_size}{rotated}: {loss.nats:+.4f} ± "
-        f"{loss.error:.4f} nats a token, {loss.bytes_per_token:,} bytes a token"
-    )
+    chosen = "none are within 0.01 nats a token" if smallest is None else in_words(smallest)
+    ends = (calibration.losses[0], calibration.losses[-1])
+    return [f"bits        auto: {chosen}", *(f"            {in_words(loss)}" for loss in ends if loss != smallest)]
 
 
 def answers_lines(answers: Mapping[str, Any]) -> list[str]:
@@ -94,7 +94,6 @@ def answers_lines(answers: Mapping[str, Any]) -> list[str]:
     metavar="PATH_OR_HUB_ID",
     section="Model",
     summary="Model, instead of the argument.",
-    help="Model, instead of the argument.",
 )
 @options(ModelOptions, "loading", "adapter_path", "trust_remote_code")
 @option(
@@ -122,9 +121,7 @@ def answers_lines(answers: Mapping[str, Any]) -> list[str]:
     help="File for the calibration.  [default: MODEL.kvcal.safetensors beside the model, else in the cache folder]",
 )
 @option("--force", is_flag=True, section="Output", help="Replace a file that is no calibration, too.")
-@option(
-    "--json", "as_json", is_flag=True, section="Output", summary="Print one JSON object.", help="Print one JSON object."
-)
+@option("--json", "as_json", is_flag=True, section="Output", summary="Print one JSON object.")
 def calibrate_command(
     name: str | None,
     model: str | None,
@@ -199,10 +196,21 @@ def calibrate_command(
             raise
         save_calibration(output, calibration, force=force)
     seconds, peak = time.perf_counter() - started, mx.get_peak_memory()
-    if as_json:
-        click.echo(json.dumps(as_object(chosen, output, calibration, seconds, peak), allow_nan=False))
+    if not as_json:
+        print_summary(output, calibration, seconds, peak)
         return
-    print_summary(output, calibration, seconds, peak)
+    summary = {
+        "model": chosen,
+        "file": str(output),
+        "name": calibration.name,
+        "fingerprint": calibration.fingerprint,
+        "seconds": round(seconds, 2),
+        "peak_bytes": peak,
+        "heads": calibration.heads,
+        "losses": [loss._asdict() for loss in calibration.losses],
+        "details": dict(calibration.details),
+    }
+    click.echo(json.dumps(summary, allow_nan=False))
 
 
 def check_output(output: Path, force: bool) -> None:
@@ -255,18 +263,3 @@ def print_summary(output: Path, calibration: Calibration, seconds: float, peak: 
     lines.append(f"memory      {human_bytes(peak)} at the peak")
     lines.append(f"file        {output.stat().st_size / 1000:,.1f} kB: {output}")
     click.echo("\n".join(lines), err=True)
-
-
-def as_object(model: str, output: Path, calibration: Calibration, seconds: float, peak: int) -> dict[str, Any]:
-    """The summary as JSON."""
-    return {
-        "model": model,
-        "file": str(output),
-        "name": calibration.name,
-        "fingerprint": calibration.fingerprint,
-        "seconds": round(seconds, 2),
-        "peak_bytes": peak,
-        "heads": calibration.heads,
-        "losses": [loss._asdict() for loss in calibration.losses],
-        "details": dict(calibration.details),
-    }

@@ -315,15 +315,13 @@ class ChatSession:
         say(f"{name}{context}; cache: {', '.join(settings) or 'all tokens, not quantized'}")
         say("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
 
-    def _how_to_leave(self) -> str:
-        """What a first Ctrl-C on an empty line prints."""
-        return "press Ctrl-C again or Ctrl-D to leave" + (
-            "; /save FILE keeps the conversation" if self._unsaved else ""
-        )
-
     def run(self) -> None:
         """Until there are no more lines, or one ends it."""
-        for line in questions(list(self._commands), self._how_to_leave):
+
+        def how_to_leave() -> str:
+            return "press Ctrl-C again or Ctrl-D to leave" + "; /save FILE keeps the conversation" * self._unsaved
+
+        for line in questions(list(self._commands), how_to_leave):
             text = OF_MLX_LM.get(line.strip(), line)
             word, _, rest = text.strip().partition(" ")
             if word == "/exit":

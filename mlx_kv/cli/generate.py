@@ -67,7 +67,6 @@ class FormatOptions:
         summary="JSON schema that the answer follows.",
         kind=LEADERS_FILE,
         metavar="FILE",
-        help="JSON schema that the answer follows.",
     )
     regex: str | None = setting(
         None,
@@ -130,19 +129,6 @@ class FormatOptions:
         return (GrammarCompiler(tokenizer).compile(constraint).processor(before + len(prompt), lead_in),)
 
 
-def check_cache_file(draft_model: str | None) -> None:
-    """Raises click.UsageError for options that cannot be combined with --prompt-cache-file."""
-    if draft_model is not None:
-        raise click.UsageError(
-            "--prompt-cache-file has no caches of a draft model: leave out --draft-model, or give --draft suffix"
-        )
-    given = given_options(PolicyOptions).values()
-    if given:
-        raise click.UsageError(
-            f"the caches of --prompt-cache-file keep the policy they were made with: leave out {', '.join(given)}"
-        )
-
-
 @command(epilog=EXAMPLES, short_help="Continue a prompt.")
 @options(
     ModelOptions,
@@ -203,7 +189,15 @@ def generate(
     the prompt in that file.
     """
     if prompt_cache_file is not None:
-        check_cache_file(drafts.draft_model)
+        if drafts.draft_model is not None:
+            raise click.UsageError(
+                "--prompt-cache-file has no caches of a draft model: leave out --draft-model, or give --draft suffix"
+            )
+        if policy_options_given := given_options(PolicyOptions).values():
+            raise click.UsageError(
+                "the caches of --prompt-cache-file keep the policy they were made with: leave out "
+                + ", ".join(policy_options_given)
+            )
     text = prompt.read() if machine.leads else ""
     policy.checked()  # bad settings are refused before anything is loaded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -15,7 +16,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import ModelOptions, PromptOptions, note_context, prefill_option, short_name
-from mlx_kv.cli.options import command, option, options
+from mlx_kv.cli.options import Parsed, command, option, options, plot_option
 from mlx_kv.cli.output import aligned, check_json, check_plot, prefill_bar, save_figure, save_json, say
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 
@@ -49,20 +50,15 @@ ABOUT_ATTENTION = f"attention: of what the last {LOOKING} tokens look at with al
 
 def tenths(layers: Sequence[KeptLayer], tokens: int) -> list[float]:
     """The number of kept tokens in each tenth of the text, averaged over layers and heads."""
-    counts = [0.0] * TENTHS
     heads = [head for layer in layers for head in layer.heads]
-    for head in heads:
-        for position in head.positions:
-            counts[position * TENTHS // tokens] += 1 / len(heads)
-    return counts
+    counts = Counter(position * TENTHS // tokens for head in heads for position in head.positions)
+    return [counts[tenth] / len(heads) for tenth in range(TENTHS)]
 
 
 def blocks(counts: Sequence[float], tokens: int) -> str:
     """One block per tenth: full where all tokens were kept, a dot where none was."""
-    sizes = [0] * TENTHS
-    for position in range(tokens):
-        sizes[position * TENTHS // tokens] += 1
-    levels = [-(-count * len(BLOCKS) // size) if size else 0 for count, size in zip(counts, sizes, strict=True)]
+    sizes = Counter(position * TENTHS // tokens for position in range(tokens))
+    levels = [-(-count * len(BLOCKS) // sizes[tenth]) if sizes[tenth] else 0 for tenth, count in enumerate(counts)]
     return "".join(BLOCKS[min(int(level), len(BLOCKS)) - 1] if level else NO_BLOCK for level in levels)
 
 
@@ -91,13 +87,13 @@ def layers_table(found: Inspection) -> list[str]:
     return table_with_tenths(header, lines, counts, found.tokens, width)
 
 
-def scores_table(found: Mapping[str, Inspection]) -> list[str]:
+def scores_table(found: Mapping[str, Inspection], tokens: int) -> list[str]:
     """One row per score."""
-    first = next(iter(found.values()))
-    with_attention = any(one.attention_kept is not None for one in found.values())
-    header = ["score", *(["attention"] if with_attention else [])]
-    lines = [[score, *([attention_cell(one.attention_kept)] if with_attention else [])] for score, one in found.items()]
-    return table_with_tenths(header, lines, [tenths(one.layers, one.tokens) for one in found.values()], first.tokens, 4)
+    header, lines = ["score"], [[score] for score in found]
+    if any(one.attention_kept is not None for one in found.values()):
+        header.append("attention")
+        lines = [[score, attention_cell(one.attention_kept)] for score, one in found.items()]
+    return table_with_tenths(header, lines, [tenths(one.layers, tokens) for one in found.values()], tokens, 4)
 
 
 def table_with_tenths(
@@ -188,25 +184,13 @@ def draw(name: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Parses comma-separated names; without the option there are none."""
-    return () if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",")))
-
-
 @command("inspect", epilog=EXAMPLES, short_help="Show which tokens of a prompt a budget keeps.")
 @options(ModelOptions, "chosen", "name")
 @options(PromptOptions, "prompt")
 @option("--ignore-chat-template", is_flag=True, section="Prompt", help="Read the prompt as plain text.")
 @prefill_option("Prompt tokens per pass of the model.  [default: as generate, at most max-write]")
 @policy_options(PolicyOptions, "settings")
-@option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    section="Output",
-    summary="Draw a figure: .png, .svg or .pdf.",
-    help="Draw a figure: .png, .svg or .pdf.",
-)
+@plot_option
 @option(
     "--json",
     "json_file",
@@ -226,7 +210,8 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
 )
 @option(
     "--scores",
-    callback=read_scores,
+    default=(),
+    type=Parsed(lambda text: tuple(dict.fromkeys(word.strip() for word in text.split(",")))),
     metavar="NAME,NAME",
     section="Output",
     summary="Compare these scores.",
@@ -310,7 +295,11 @@ def inspect_command(
         each = inspect_policies(network, tokens, list(policies.values()), progress=advance, asked=asked, **reading)
     found = dict(zip(policies, each, strict=True))
     evicted = each[0].share_evicted(layer)  # refuses a layer that does not exist before anything is written
-    report_notes(policy, each[0])
+    if not each[0].evicted:
+        say(f"note: nothing is evicted: {len(tokens):,} tokens are within the budget of {policy.budget:,}")
+    if others := each[0].without_budget:
+        what = "1 layer has" if others == 1 else f"{others:,} layers have"
+        say(f"note: {what} a window or a state instead of a budget, not listed")
 
     name = short_name(model)
     if plot is not None:
@@ -328,17 +317,8 @@ def inspect_command(
         first, budget = each[0], f"budget {policy.budget:,}"
         by = [allocation_in_words(policy)] if scores else [f"score {policy.score}", allocation_in_words(policy)]
         times = [] if scores else [f"{first.compactions:,} compaction{'' if first.compactions == 1 else 's'}"]
-        rows = scores_table(found) if scores else layers_table(first)
+        rows = scores_table(found, len(tokens)) if scores else layers_table(first)
         lines = [f"{name}: {', '.join([f'{first.tokens:,} tokens', budget, *by, *times])}", ""]
         lines += [f"  {line}" for line in rows]
         lines += ["", f"  {ABOUT_ATTENTION}"] if attention else []
         click.echo("\n".join(lines))
-
-
-def report_notes(policy: CachePolicy, found: Inspection) -> None:
-    """Prints notes on stderr about what the output leaves out."""
-    if not found.evicted:
-        say(f"note: nothing is evicted: {found.tokens:,} tokens are within the budget of {policy.budget:,}")
-    if found.without_budget:
-        what = "1 layer has" if found.without_budget == 1 else f"{found.without_budget:,} layers have"
-        say(f"note: {what} a window or a state instead of a budget, not listed")

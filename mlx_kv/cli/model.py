@@ -43,7 +43,6 @@ class ModelOptions:
         option="--model",
         summary="Bundled model, directory or hub id.",
         metavar="PATH_OR_HUB_ID",
-        help="Bundled model, directory or hub id.",
     )
     adapter_path: Path | None = setting(
         None,
@@ -198,7 +197,6 @@ max_tokens_option = option(
     metavar="N",
     section="Sampling",
     summary="Maximum tokens of an answer.",
-    help="Maximum tokens of an answer.",
 )
 
 
@@ -212,14 +210,18 @@ class PromptOptions:
     SECTION: ClassVar = "Prompt"
 
     source: str | None = setting(None, option="source", metavar="[-]", help="A lone - reads the prompt from stdin.")
-    prompt: str | None = setting(None, option=("--prompt", "-p"), summary="Prompt.", metavar="TEXT", help="Prompt.")
+    prompt: str | None = setting(
+        None,
+        option=("--prompt", "-p"),
+        summary="Prompt.",
+        metavar="TEXT",
+    )
     prompt_file: Path | None = setting(
         None,
         option="--prompt-file",
         summary="File with the prompt.",
         kind=LEADERS_FILE,
         metavar="FILE",
-        help="File with the prompt.",
     )
 
     def read(self) -> str:
@@ -241,7 +243,9 @@ class PromptOptions:
             if self.prompt_file is not None:
                 text = self.prompt_file.read_text(encoding="utf-8")
             else:
-                text = self.prompt if self.prompt is not None else _read_stdin()
+                if self.prompt is None and sys.stdin is None:
+                    raise click.UsageError("stdin is closed: give --prompt or --prompt-file")
+                text = self.prompt if self.prompt is not None else sys.stdin.buffer.read().decode("utf-8")
             text.encode("utf-8")
         except UnicodeError as error:
             raise click.UsageError(
@@ -252,12 +256,6 @@ class PromptOptions:
         if not text.strip():
             raise click.UsageError("the prompt is empty: give at least one word")
         return text
-
-
-def _read_stdin() -> str:
-    if sys.stdin is None:
-        raise click.UsageError("stdin is closed: give --prompt or --prompt-file")
-    return sys.stdin.buffer.read().decode("utf-8")
 
 
 def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> None:
@@ -313,7 +311,6 @@ class ChatOptions:
         summary="System prompt of a chat.",
         kind=read_utf8,
         metavar="TEXT",
-        help="System prompt of a chat.",
     )
     chat_template_config: dict[str, Any] | None = setting(
         None,
@@ -393,7 +390,7 @@ class DraftOptions(DraftSettings):
     @property
     def enabled(self) -> bool:
         """Whether anything is drafted."""
-        return drafts_enabled(self.drafter, self.draft_model)
+        return self.drafter is not None or self.draft_model is not None
 
     @property
     def settings(self) -> DraftSettings:
@@ -416,11 +413,6 @@ class DraftOptions(DraftSettings):
 
         path = draft_path(self.draft_model)
         release_weights(model, lambda: load(path, lazy=True)[0])
-
-
-def drafts_enabled(drafter: object, draft_model: object) -> bool:
-    """Whether --draft or --draft-model is given."""
-    return drafter is not None or draft_model is not None
 
 
 def draft_options(function: Command) -> Command:

@@ -50,11 +50,11 @@ class Option(click.Option):
 
     Attributes:
         section: heading of the section.
-        summary: one short line for `--help`; options without one are in `--help-all` only.
+        summary: one short line for `--help`, and by default the help; options without one are in `--help-all` only.
     """
 
     def __init__(self, *arguments: Any, section: str = OPTIONS, summary: str = "", **more: Any) -> None:
-        super().__init__(*arguments, **more)
+        super().__init__(*arguments, **{"help": summary or None, **more})
         self.section, self.summary = section, summary
 
 
@@ -69,7 +69,7 @@ class SectionedCommand(click.Command):
                 is_flag=True,
                 is_eager=True,
                 expose_value=False,
-                callback=_print_full_help,
+                callback=self._print_full_help,
                 help="Show all options and examples.",
             )
         )
@@ -80,12 +80,13 @@ class SectionedCommand(click.Command):
         examples = inspect.cleandoc(self.epilog or "").split("\n\b")[0].splitlines()[: EXAMPLES + 2]
         self._format(ctx, formatter, text, "\n".join(examples), common=True)
 
-    def full_help(self, ctx: click.Context) -> str:
-        """The text of `--help-all`."""
-        formatter = ctx.make_formatter()
-        text, examples = (inspect.cleandoc(each or "") for each in (self.help, self.epilog))
-        self._format(ctx, formatter, text, examples, common=False)
-        return formatter.getvalue().rstrip("\n")
+    def _print_full_help(self, ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            formatter = ctx.make_formatter()
+            text, examples = (inspect.cleandoc(each or "") for each in (self.help, self.epilog))
+            self._format(ctx, formatter, text, examples, common=False)
+            click.echo(formatter.getvalue().rstrip("\n"))
+            ctx.exit()
 
     def _format(
         self, ctx: click.Context, formatter: click.HelpFormatter, text: str, examples: str, common: bool
@@ -128,13 +129,6 @@ def _brief_record(param: click.Parameter, ctx: click.Context) -> tuple[str, str]
     return names, full if len(full) <= LINE_WIDTH else param.summary
 
 
-def _print_full_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        assert isinstance(ctx.command, SectionedCommand)
-        click.echo(ctx.command.full_help(ctx))
-        ctx.exit()
-
-
 def command(name: str | None = None, **attributes: Any) -> Callable[[Function], SectionedCommand]:
     """As `click.command`."""
     return click.command(name, cls=SectionedCommand, **attributes)
@@ -171,8 +165,13 @@ def options(
     def decorate(function: Command) -> Command:
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            given = {name: value_of(each, values.pop(parameter_name(each))) for name, each in chosen.items()}
-            instance = group(**{name: value for name, value in given.items() if value is not None})
+            fields = {}
+            for name, each in chosen.items():
+                long = next((option for option in each.options if option.startswith("--")), each.options[0])
+                value = values.pop(long.lstrip("-").replace("-", "_"))  # as click names the parameter
+                if value is not None:
+                    fields[name] = value if each.words is None else each.words[value]
+            instance = group(**fields)
             function(**{parameter: instance}, **values)
 
         decorated: Command = command
@@ -214,17 +213,6 @@ def _parameter(group: type, name: str, described: Setting, section: str) -> Call
     more |= {"section": section, "summary": described.summary}
     named: dict[str, Any] = {"group": group, "field": name, "described": described}
     return click.option(*described.options, cls=SettingOption, help=text, **named, **more)
-
-
-def parameter_name(described: Setting) -> str:
-    """The name that click gives to a parameter: its first long option."""
-    long = next((each for each in described.options if each.startswith("--")), described.options[0])
-    return long.lstrip("-").replace("-", "_")
-
-
-def value_of(described: Setting, value: Any) -> Any:
-    """The value of a field from that of its option; None if it was not given."""
-    return described.words[value] if described.words is not None and value is not None else value
 
 
 def type_of(name: str, described: Setting) -> click.ParamType[Any]:
@@ -303,6 +291,7 @@ class LeadersFile(click.Path):
 
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 LEADERS_FILE = LeadersFile(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -330,6 +319,11 @@ def read_wired_limit(text: str) -> int | str:
         return read_bytes(text)
     except ValueError as error:
         raise ValueError(f"{str(error).removesuffix('.')}, or auto or none.") from None
+
+
+plot_option = option(
+    "--plot", type=NEW_FILE, metavar="FILE", section="Output", summary="Draw a figure: .png, .svg or .pdf."
+)
 
 
 def listed(values: tuple[str, ...]) -> list[str]:
@@ -463,7 +457,13 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
         raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # no UTF-8, no TOML
         raise click.UsageError(f"{path} is not TOML: {error}") from error
-    options = dict(_options(ctx.command))
+    options = {
+        name.removeprefix("--"): param
+        for param in ctx.command.params
+        if isinstance(param, click.Option) and not param.is_eager and (not param.is_flag or param.is_bool_flag)
+        for name in param.opts
+        if name.startswith("--")
+    }
     found: dict[str, Any] = {}
     for key, value in _entries(content):
         option = options.get(key.replace("_", "-"))
@@ -475,13 +475,6 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
             raise click.UsageError(f"{path}: {key} is given twice: leave out one of them")
         found[option.name] = _checked(f"{path}: {key}", key, value, option, ctx)
     return found
-
-
-def _options(command: click.Command) -> Iterator[tuple[str, click.Option]]:
-    """The options of a command that take a value of their own, by name without dashes."""
-    for param in command.params:
-        if isinstance(param, click.Option) and not param.is_eager and (not param.is_flag or param.is_bool_flag):
-            yield from ((name[2:], param) for name in param.opts if name.startswith("--"))
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.model import find_config, read_config, short_name
-from mlx_kv.cli.options import command, message_of, option
+from mlx_kv.cli.options import Parsed, command, message_of, option, plot_option
 from mlx_kv.cli.output import aligned, check_plot, save_figure
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import SplitOptions, split_options
@@ -43,12 +43,12 @@ Weights are as stored; while they are loaded, one tensor of the whole model is t
 embeddings and what makes logits. The rank that has the least room decides how much all of them can hold."""
 
 
-def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+def read_contexts(text: str) -> tuple[int, ...]:
     """Numbers of tokens, separated by commas."""
-    words = [word.strip() for word in value.split(",")]
+    words = [word.strip() for word in text.split(",")]
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MAX_TOKENS):
-            raise click.BadParameter(f"{word!r} is not a context: give tokens from 1 up, such as 4096,32768")
+            raise ValueError(f"{word!r} is not a context: give tokens from 1 up, such as 4096,32768")
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -136,10 +136,6 @@ def layer_json(layer: Layer, count: int) -> dict[str, Any]:
     }
 
 
-def strategy_json(row: StrategyMemory) -> dict[str, Any]:
-    return asdict(row) | {"refused": None if row.refused is None else str(row.refused)}
-
-
 def draw(
     title: str, contexts: Sequence[int], rows: Sequence[StrategyMemory], marked: Sequence[int], file: Path
 ) -> None:
@@ -171,10 +167,9 @@ def draw(
     default="4096,32768,131072",
     show_default=True,
     metavar="N,N",
-    callback=read_contexts,
+    type=Parsed(read_contexts),
     section="Sequences",
     summary="Tokens of each sequence.",
-    help="Tokens of each sequence.",
 )
 @policy_options(PolicyOptions, "options")
 @option(
@@ -185,7 +180,6 @@ def draw(
     metavar="B",
     section="Sequences",
     summary="Number of sequences.",
-    help="Number of sequences.",
 )
 @option(
     "--shared-prefix",
@@ -202,7 +196,6 @@ def draw(
     metavar="R",
     section="Several machines",
     summary="Show the share of each of R ranks, too.",
-    help="Show the share of each of R ranks, too.",
 )
 @split_options()
 @option(
@@ -211,21 +204,13 @@ def draw(
     section="Cache",
     help="Type of keys and values.  [default: what this device computes in: float32 on a CPU, else that of the config]",
 )
-@option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    section="Output",
-    summary="Draw a figure: .png, .svg or .pdf.",
-    help="Draw a figure: .png, .svg or .pdf.",
-)
+@plot_option
 @option(
     "--json",
     "as_json",
     is_flag=True,
     section="Output",
     summary="Print one JSON object, sizes in bytes.",
-    help="Print one JSON object, sizes in bytes.",
 )
 def plan(
     model: str,
@@ -276,7 +261,7 @@ def plan(
     if as_json:
         answer = {
             "layers": [layer_json(*each) for each in caches.items()],
-            "strategies": [strategy_json(row) for row in rows],
+            "strategies": [asdict(row) | {"refused": row.refused and str(row.refused)} for row in rows],
         }
         of_each = {} if parts is None else {"ranks": {"split": parts[0], "parts": [asdict(part) for part in parts[1]]}}
         click.echo(json.dumps({**facts, "contexts": contexts, **answer, **of_each}))

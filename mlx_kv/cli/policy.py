@@ -202,9 +202,8 @@ class PolicyOptions(PolicySettings):
             name: of the model, as the user gave it.
 
         Raises:
-            click.UsageError, ValueError: as `checked` and `calibration_for`.
+            click.UsageError, ValueError: as `policy` and `calibration_for`.
         """
-        self.checked()
         needed = self.budget is not None or self.measured is not None
         policy = self.policy(self.calibration_for(model, name) if needed else None)
         if self.bits == cast(Any, AUTO):

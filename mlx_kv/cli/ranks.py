@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.model import ModelOptions, drafts_enabled, find_config, read_config
+from mlx_kv.cli.model import ModelOptions, find_config, read_config
 from mlx_kv.cli.options import EXISTING_FILE, Command, option, options
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.link import STEP_SECONDS, leave_signals_to_leader
@@ -229,7 +229,7 @@ class RankOptions(SplitOptions):
             if name not in MAY_DIFFER
         }
         # Ranks may have another draft model, or none, but all know whether there are drafts.
-        drafts = drafts_enabled(context.params.get("draft"), context.params.get("draft_model"))
+        drafts = any(context.params.get(name) is not None for name in ("draft", "draft_model"))
         split: Any = self.split
         return join_ranks(
             split,

@@ -62,9 +62,7 @@ class ServerSettings:
     SECTION: ClassVar = "Server"
 
     # --- network and access ---
-    host: str = setting(
-        "127.0.0.1", option="--host", summary="Address to listen on.", metavar="ADDRESS", help="Address to listen on."
-    )
+    host: str = setting("127.0.0.1", option="--host", metavar="ADDRESS", summary="Address to listen on.")
     port: int = setting(
         8080,
         option="--port",
@@ -72,7 +70,6 @@ class ServerSettings:
         metavar="N",
         minimum=0,
         maximum=65535,
-        help="Port; 0 is a free one.",
     )
     api_key: tuple[str, ...] = setting(
         (),
@@ -273,13 +270,6 @@ class ServerSettings:
 
         return Certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)
 
-    def start_log(self) -> None:
-        """Logs on stderr from the level on."""
-        from mlx_kv.server.api import configure_logging
-
-        if self.log_level != QUIET:
-            configure_logging(self.log_level)
-
 
 def read_keys(path: Path) -> list[str]:
     """The keys in a file, one per line; empty lines are skipped.
@@ -373,7 +363,7 @@ def serve(
     keys = server.keys if machine.leads else []
     before_loading = policy.checked()  # bad settings are refused before anything is loaded
     try:
-        from mlx_kv.server.api import HttpSettings, Limits, is_loopback
+        from mlx_kv.server.api import HttpSettings, Limits, configure_logging, is_loopback
         from mlx_kv.server.rows import Models, WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http
@@ -407,7 +397,8 @@ def serve(
         say(f"note: accepted host names: {access.allowed_names}; --allowed-hosts adds more")
         if not keys:
             say(f"note: any client that reaches {server.host} can use this server: consider --api-key-file")
-    server.start_log()
+    if server.log_level != QUIET:
+        configure_logging(server.log_level)
     settings = WorkerSettings(
         before_loading,
         server.max_batch_size,
