@@ -88,7 +88,8 @@ def calibrate(
     vocabulary = vocabulary_of(model)
     ids = [tokens_of_prompt(tokenizer, text, vocabulary, f"text {i}") for i, text in enumerate(texts)]
     check_texts(ids, budgets_only)
-    fingerprint, digest = model_fingerprint(model), texts_digest(ids)
+    fingerprint = model_fingerprint(model)
+    digest = hashlib.blake2b(json.dumps([list(map(int, text)) for text in ids]).encode(), digest_size=16).hexdigest()
     work = Work(model, f"{fingerprint} {digest} {budgets_only}", None if resume is None else Path(resume))
     instructions = Instructions.of(tokenizer, model)
     done, total = count(1), len(ids) + (0 if budgets_only else len(CANDIDATES))
@@ -136,8 +137,3 @@ def check_texts(texts: Sequence[Sequence[int]], budgets_only: bool = False) -> N
     for index, text in enumerate(texts):
         if len(text) < MIN_TOKENS:
             raise ValueError(f"text {index} has {len(text)} tokens, of at least {MIN_TOKENS}: give longer texts")
-
-
-def texts_digest(texts: Sequence[Sequence[int]]) -> str:
-    """A digest of texts, 32 hex digits."""
-    return hashlib.blake2b(json.dumps([list(map(int, text)) for text in texts]).encode(), digest_size=16).hexdigest()

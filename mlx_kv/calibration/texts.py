@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -333,9 +333,7 @@ THINGS = "ladder kettle violet hammer lantern carpet mirror ribbon turtle walnut
 TOWNS = "Porto Turin Lyon Hamburg Krakow Seville Geneva Bergen Tampere Osaka Manila Jakarta Austin Perth".split()
 CODES = "KX-41 BR-77 TL-09 QZ-58 MV-63 HD-26 WN-14 PF-90 CJ-35 SG-82".split()
 
-Fact = Callable[[random.Random], str]
-
-SENTENCES: tuple[Fact, ...] = (
+SENTENCES: tuple[Callable[[random.Random], str], ...] = (
     lambda r: f"{r.choice(NAMES)} moved to {r.choice(TOWNS)} in {r.randint(1900, 2020)}.",
     lambda r: f"The {r.choice(THINGS)} of {r.choice(NAMES)} is in {r.choice(TOWNS)}.",
     lambda r: f"{r.choice(NAMES)} bought a {r.choice(THINGS)} for {r.randint(2, 900)} dollars.",
@@ -428,6 +426,9 @@ def texts_in(folder: Path, tokenizer: Any, positions: int | None = None) -> tupl
     return found, left_out
 
 
+Item = TypeVar("Item")
+
+
 class _Writer:
     """Makes texts of distinct files, so that whole files are held out."""
 
@@ -445,53 +446,44 @@ class _Writer:
             for path in library.rglob("*.py")
             if path.stem not in MODULES and not LEFT_OUT & {*path.relative_to(library).parts}
         ]
-        self._code = self._shuffled(path for path in files if path.stat().st_size > MIN_FILE_BYTES)
-        self._documented = self._shuffled([*files, *_numpy_files()])
-        self._passages = self._shuffled_texts(PASSAGES.read_text(encoding="utf-8").strip().split(BETWEEN_PASSAGES))
+        numpy = Path(np.__file__).parent  # a dependency, with long docstrings
+        numpy_files = [path for path in numpy.rglob("*.py") if not LEFT_OUT & {*path.relative_to(numpy).parts}]
+        self._code = self._shuffled(sorted(path for path in files if path.stat().st_size > MIN_FILE_BYTES))
+        self._documented = self._shuffled(sorted([*files, *numpy_files]))
+        self._passages = self._shuffled(PASSAGES.read_text(encoding="utf-8").strip().split(BETWEEN_PASSAGES))
 
-    def _shuffled(self, paths: Any) -> Iterator[Path]:
-        found = sorted(paths)
-        self.random.shuffle(found)
-        return iter(found)
-
-    def _shuffled_texts(self, texts: list[str]) -> Iterator[str]:
-        self.random.shuffle(texts)
-        return iter(texts)
+    def _shuffled(self, items: list[Item]) -> Iterator[Item]:
+        self.random.shuffle(items)
+        return iter(items)
 
     def text(self, kind: str, n: int) -> Tokens:
         """At most n tokens of a kind."""
         if kind == "chat":
             return self._chat(n)
         instruction = self.random.choice(INSTRUCTIONS)
-        begun = self._talk.begun(instruction) if self.random.random() < 0.7 else []
-        return [*begun, *getattr(self, f"_{kind}_tokens")(n)][:n]
+        ids = self._talk.begun(instruction) if self.random.random() < 0.7 else []
+        if kind == "prose":
+            ids += self._with_facts(self._passage, n, 0, 3)
+        elif kind == "facts":
+            ids += self._with_facts(self._paragraphs, n, 3, 9)
+        else:
+            excerpts: Tokens = []
+            while len(excerpts) < n:
+                text = _read(next(self._code)) if kind == "code" else self._documentation()
+                excerpts += self._talk.encode(self._excerpt(text, n))
+            ids += excerpts
+        return ids[:n]
 
-    def _code_tokens(self, n: int) -> Tokens:
-        ids: Tokens = []
-        while len(ids) < n:
-            ids += self._talk.encode(self._excerpt(_read(next(self._code)), n))
-        return ids
+    def _passage(self) -> list[str]:
+        """The lines of a passage of this package, or paragraphs of documentation once there are no more."""
+        return (next(self._passages, None) or "\n".join(self._paragraphs())).splitlines()
 
-    def _docs_tokens(self, n: int) -> Tokens:
-        ids: Tokens = []
-        while len(ids) < n:
-            ids += self._talk.encode(self._excerpt(self._documentation(), n))
-        return ids
-
-    def _prose_tokens(self, n: int) -> Tokens:
+    def _with_facts(self, more: Callable[[], list[str]], n: int, low: int, high: int) -> Tokens:
+        """At least n tokens of lines, with `low` to `high` facts between them, more in longer texts."""
         lines: list[str] = []
         while len(self._talk.encode("\n".join(lines))) < n:
-            lines += (next(self._passages, None) or "\n".join(self._paragraphs())).splitlines()
-        return self._with_facts(lines, self.random.randint(0, 3))
-
-    def _facts_tokens(self, n: int) -> Tokens:
-        lines: list[str] = []
-        while len(self._talk.encode("\n".join(lines))) < n:
-            lines += self._paragraphs()
-        return self._with_facts(lines, self.random.randint(3, 9) * max(1, n // LENGTHS[1]))
-
-    def _with_facts(self, lines: list[str], count: int) -> Tokens:
-        for _ in range(count):
+            lines += more()
+        for _ in range(self.random.randint(low, high) * max(1, n // LENGTHS[1])):
             lines.insert(self.random.randrange(max(1, min(len(lines), 40))), self._fact())
         return self._talk.encode("\n".join(lines))
 
@@ -503,7 +495,7 @@ class _Writer:
         ids = [*self._talk.begun("Hello, I would like to talk."), *self._talk.exchange("", "Of course, go on.")]
         lines: list[str] = []
         while len(ids) < n:
-            lines = lines or (next(self._passages, None) or "\n".join(self._paragraphs())).splitlines()
+            lines = lines or self._passage()
             if self.random.random() < 0.3:
                 ids += self._talk.exchange(self._fact(), self.random.choice(THANKS))
             else:
@@ -520,14 +512,6 @@ class _Writer:
 
     def _paragraphs(self) -> list[str]:
         return next(found for found in (paragraphs(self._documentation()) for _ in range(1000)) if len(found) > 5)
-
-
-def _numpy_files() -> list[Path]:
-    """NumPy is a dependency, and its docstrings are long."""
-    import numpy as np
-
-    folder = Path(np.__file__).parent
-    return [path for path in folder.rglob("*.py") if not LEFT_OUT & {*path.relative_to(folder).parts}]
 
 
 def _read(path: Path) -> str:

@@ -17,8 +17,9 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 import click
@@ -164,10 +165,11 @@ def batch(
     growth_aside = {name: value for name, value in before_loading.settings().items() if name != "growth"}
     decided = {} if policy.measured is None else {"measured": policy.measured, "max_loss": policy.max_loss}
     settings = {"model": model.name, "plain": ignore_chat_template, "policy": growth_aside | decided}
-    reader = RequestReader(max_tokens, settings | answer_sampling(sampling))
+    as_json = json.dumps(settings | answer_sampling(sampling), sort_keys=True)
+    read = partial(read_request, max_tokens=max_tokens, settings=as_json)
     raw_lines = read_lines(prompts_file, output_file)
     with OutputFile(output_file) as answers:
-        work = find_work(raw_lines, reader, answers.done)
+        work = find_work(raw_lines, read, answers.done)
         if work.changed and not overwrite:
             number, name = work.changed[0]
             others = f" (and {len(work.changed) - 1:,} more)" if len(work.changed) > 1 else ""
@@ -182,7 +184,7 @@ def batch(
         engine, encoder = start()
         answers.drop({name for _, name in work.changed})
         progress.begin()
-        requests = (reader.read(number, raw) for number, raw in work.todo)
+        requests = (read(number, raw) for number, raw in work.todo)
         try:
             for request, prompt_tokens, tokens in run(
                 engine, requests, encoder, (1 + BATCHES_AHEAD) * max_batch_size, progress
@@ -232,46 +234,44 @@ class Request:
     digest: str
 
 
-class RequestReader:
-    """Reads the requests of lines.
+def read_request(number: int, raw: bytes, max_tokens: int, settings: str) -> Request:
+    """The request of a line.
 
     Args:
-        max_tokens: of lines that don't say.
-        settings: all else that an answer depends on, in JSON's terms.
+        number: of the line.
+        max_tokens: of lines without this field.
+        settings: all else that an answer depends on, as JSON.
+
+    Raises:
+        ValueError: the line is no request.
     """
+    from mlx_kv.files.tensor_files import DuplicateKeyError, unique_keys
 
-    def __init__(self, max_tokens: int, settings: dict[str, Any]) -> None:
-        self._max_tokens, self._settings = max_tokens, json.dumps(settings, sort_keys=True)
-
-    def read(self, number: int, raw: bytes) -> Request:
-        """Raises ValueError for a line that is no request."""
-        from mlx_kv.files.tensor_files import DuplicateKeyError, unique_keys
-
-        try:
-            line = msgspec.convert(json.loads(raw.decode("utf-8").rstrip(), object_pairs_hook=unique_keys), Line)
-        except DuplicateKeyError as error:
-            raise ValueError(f"key {json.dumps(error.key)} appears twice: give it once") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 ({error.reason}): give one JSON object") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON ({error.msg}, column {error.colno}): give one JSON object") from error
-        except RecursionError as error:
-            raise ValueError("not JSON of ours (nested too deeply): give one JSON object") from error
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{error}: {FORM}") from error
-        prompt, limit = line.prompt, self._max_tokens if line.max_tokens is msgspec.UNSET else line.max_tokens
-        if not (prompt.strip() if isinstance(prompt, str) else prompt):
-            raise ValueError("the prompt is empty: give at least one word or token")
-        try:
-            "".join(each for each in (prompt, line.id) if isinstance(each, str)).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"not text ({error.reason}): leave out lone surrogates") from error
-        content = json.dumps([prompt, limit, self._settings]).encode()
-        name = number if line.id is msgspec.UNSET else line.id
-        return Request(number, name, prompt, limit, hashlib.sha256(content).hexdigest()[:16])
+    try:
+        line = msgspec.convert(json.loads(raw.decode("utf-8").rstrip(), object_pairs_hook=unique_keys), Line)
+    except DuplicateKeyError as error:
+        raise ValueError(f"key {json.dumps(error.key)} appears twice: give it once") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason}): give one JSON object") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno}): give one JSON object") from error
+    except RecursionError as error:
+        raise ValueError("not JSON of ours (nested too deeply): give one JSON object") from error
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}: {FORM}") from error
+    prompt, limit = line.prompt, max_tokens if line.max_tokens is msgspec.UNSET else line.max_tokens
+    if not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise ValueError("the prompt is empty: give at least one word or token")
+    try:
+        "".join(each for each in (prompt, line.id) if isinstance(each, str)).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not text ({error.reason}): leave out lone surrogates") from error
+    content = json.dumps([prompt, limit, settings]).encode()
+    name = number if line.id is msgspec.UNSET else line.id
+    return Request(number, name, prompt, limit, hashlib.sha256(content).hexdigest()[:16])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """The lines of a file of prompts, by what is to be done.
 
@@ -282,40 +282,40 @@ class Work:
         changed: number and id of lines in `todo` whose id has an answer to another prompt, or by other settings.
     """
 
-    todo: list[tuple[int, bytes]]
-    skipped: int
-    bad: list[tuple[int, str]]
-    changed: list[tuple[int, Id]]
+    todo: list[tuple[int, bytes]] = field(default_factory=list)
+    skipped: int = 0
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    changed: list[tuple[int, Id]] = field(default_factory=list)
 
 
-def find_work(lines: Iterable[bytes], reader: RequestReader, done: dict[Id, str]) -> Work:
+def find_work(lines: Iterable[bytes], read: Callable[[int, bytes], Request], done: dict[Id, str]) -> Work:
     """What is to be done.
 
     Args:
+        read: the request of a line, by its number and content.
         done: digests of the answers that there are, by id.
     """
-    todo: list[tuple[int, bytes]] = []
-    bad: list[tuple[int, str]] = []
-    changed: list[tuple[int, Id]] = []
+    work = Work()
     numbers: dict[Id, int] = {}  # of lines, by their ids
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
         try:
-            request = reader.read(number, raw)
+            request = read(number, raw)
             if request.id in numbers:
                 same = f"id {json.dumps(request.id)} is that of line {numbers[request.id]}"
                 raise ValueError(f"{same}: give each line its own")
         except ValueError as error:
-            bad.append((number, str(error)))
+            work.bad.append((number, str(error)))
             continue
         numbers[request.id] = number
         if done.get(request.id) == request.digest:
+            work.skipped += 1
             continue
-        todo.append((number, raw))
+        work.todo.append((number, raw))
         if request.id in done:
-            changed.append((number, request.id))
-    return Work(todo, len(numbers) - len(todo), bad, changed)
+            work.changed.append((number, request.id))
+    return work
 
 
 def read_lines(prompts_file: str, output_file: str) -> list[bytes]:

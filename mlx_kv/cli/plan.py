@@ -234,8 +234,7 @@ def plan(
 
     from mlx_kv.mlxlm.convert import check_policy, make_prompt_cache
     from mlx_kv.mlxlm.loading import model_from_config
-    from mlx_kv.planning import DTYPES, Planner, Ranks, of_ranks, strategies
-    from mlx_kv.planning.planner import device_dtype
+    from mlx_kv.planning import DTYPES, Planner, Ranks, device_dtype, of_ranks, strategies
     from mlx_kv.policy import CachePolicy
 
     dtype = dtype or device_dtype(config)

@@ -25,7 +25,7 @@ from mlx_kv.generation.prefill import MAX_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import RowMemory
-from mlx_kv.planning.planner import default_limit as default_limit
+from mlx_kv.planning import default_limit as default_limit
 from mlx_kv.prefixes.index import shared
 
 MAX_SLACK = 8192  # slots that a growing cache allocates beyond need
