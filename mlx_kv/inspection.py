@@ -140,8 +140,8 @@ def inspect_prompt(
 ) -> Inspection:
     """What one policy keeps of a prompt; arguments as for `inspect_policies`."""
     options: Any = {"prefill_step_size": prefill_step_size, "progress": progress, "attention_of": attention_of}
-    (found,) = inspect_policies(model, tokens, [policy], asked=[instructions], **options)
-    return found
+    (inspection,) = inspect_policies(model, tokens, [policy], instructions=[instructions], **options)
+    return inspection
 
 
 def inspect_policies(
@@ -152,7 +152,7 @@ def inspect_policies(
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     attention_of: int = 0,
-    asked: Sequence[Instructions] | None = None,
+    instructions: Sequence[Instructions] | None = None,
 ) -> list[Inspection]:
     """Reads a prompt under each policy as generation does, and evicts down to its budget.
 
@@ -164,7 +164,7 @@ def inspect_policies(
         progress: called after each chunk with the tokens read and the tokens in all, over all policies.
         attention_of: number of last tokens whose attention is measured, for which the prompt is read once more with a
             full cache; 0 measures none.
-        asked: for each policy, the instructions before the second pass of its score; None is none.
+        instructions: for each policy, the instructions before the second pass of its score; None is none.
 
     Raises:
         ValueError: no tokens, a policy without a budget, attention that is not exposed, or what `make_prompt_cache` and
@@ -185,11 +185,10 @@ def inspect_policies(
     if attention_of:
         step = prefill_step(model, make_prompt_cache(model), prefill_step_size)
         received = attention_of_last(model, tokens, attention_of, step, reading(0))
+    each_instructions = instructions or [NO_INSTRUCTIONS] * len(policies)
     return [
-        _inspected(model, tokens, policy, received, prefill_step_size, reading(number), instructions)
-        for number, (policy, instructions) in enumerate(
-            zip(policies, asked or [NO_INSTRUCTIONS] * len(policies), strict=True), start=bool(attention_of)
-        )
+        _inspected(model, tokens, policy, received, prefill_step_size, reading(number), each)
+        for number, (policy, each) in enumerate(zip(policies, each_instructions, strict=True), start=bool(attention_of))
     ]
 
 

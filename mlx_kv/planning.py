@@ -142,9 +142,9 @@ def layers_of(
     policy = replace(policy, quantized_start=0, growth=DEFAULT)
     communicator = cache_communicator_of(model) if communicator is None else communicator
     stored = _read_one_token(model, policy, communicator)
-    own = leaves(stock.make_prompt_cache(model))
+    stock_caches = leaves(stock.make_prompt_cache(model))
     plain = stored if policy.stores_plain else _read_one_token(model, policy.plain(), communicator)
-    return [_describe(*caches, step=step, chunk=chunk) for caches in zip(own, plain, stored, strict=True)]
+    return [_describe(*caches, step=step, chunk=chunk) for caches in zip(stock_caches, plain, stored, strict=True)]
 
 
 def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCommunicator) -> list[Any]:
@@ -159,15 +159,15 @@ def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCo
     return list(leaves(caches))
 
 
-def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer:
+def _describe(stock_cache: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer:
     """One layer, from mlx-lm's unused cache and from two that have seen a token, plain and as the policy stores it."""
-    kind, window = kind_and_window(own)
+    kind, window = kind_and_window(stock_cache)
     if kind == "recurrent":
         state = sum(array.nbytes for array in stored.cache if array is not None)
         kept = getattr(stored, "max_rollback", 0)  # while it decodes, the state after each of so many tokens
         return Layer(kind, state_bytes=(1 + kept) * state, ours=False)
     if kind is None or stored.keys is None:  # unknown, or no layer writes to it
-        return Layer(f"not planned: {type(own).__name__}", ours=False)
+        return Layer(f"not planned: {type(stock_cache).__name__}", ours=False)
     evictor, most_slots = stored.evictor, stored.layout.enough_slots
     heads = plain.keys.shape[1]
     if evictor is not None:  # rings do not grow for a longer write
@@ -205,10 +205,10 @@ def _longer(evictor: Evictor, heads: int) -> int:
 
 def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
     """The records of an evictor that has seen a token."""
-    own = heads if evictor.scope in BY_HEAD else 1
+    rows = heads if evictor.scope in BY_HEAD else 1
     return TokenRecords(
         cut=evictor.layout.cut + _longer(evictor, heads),
-        per_kept=own * (8 if evictor.score.per_token else 4),
+        per_kept=rows * (8 if evictor.score.per_token else 4),
         dead=4 * heads if evictor.uneven_heads else 0,
         per_reread=4 * heads if evictor.wants_second_pass else 0,
         observed=ObservedBytes() if evictor.observation is None else evictor.observation.max_bytes(step),
@@ -289,11 +289,15 @@ class RowMemory:
         ]
         return self._most(sizes, whole)
 
-    def _slots_of_both(self, prompt: int, tokens: int, multiple: int, asked: Instructions) -> int:
+    def _slots_of_both(self, prompt: int, tokens: int, multiple: int, instructions: Instructions) -> int:
         """Slots for a prompt and the longest part that is repeated: as reserved, or grown where that is too few."""
-        chunk = asked.chunk_after(prompt)
-        first = len(asked.first) + len(asked.answer) + min(chunk, prompt)
-        later = 0 if prompt <= chunk else len(asked.later) + OVERLAP + len(asked.answer) + min(chunk, prompt - chunk)
+        chunk = instructions.chunk_after(prompt)
+        first = len(instructions.first) + len(instructions.answer) + min(chunk, prompt)
+        later = (
+            0
+            if prompt <= chunk
+            else len(instructions.later) + OVERLAP + len(instructions.answer) + min(chunk, prompt - chunk)
+        )
         reserved, needed = round_up(max(tokens, prompt + first + OVERLAP), multiple), prompt + max(first, later)
         if needed <= reserved:
             return reserved

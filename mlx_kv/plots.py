@@ -91,20 +91,20 @@ LINE_POINTS = 12.0  # height of a line of text
 
 
 def memory_against_context(
-    title: str, contexts: Sequence[int], held: Mapping[str, Sequence[int]], marked: Sequence[int]
+    title: str, contexts: Sequence[int], sizes_by_name: Mapping[str, Sequence[int]], marked: Sequence[int]
 ) -> Figure:
     """Draws memory against context, both axes logarithmic.
 
     Args:
         title: the model and its settings.
         contexts: tokens, rising.
-        held: for each strategy, the bytes at each context; at least one strategy.
+        sizes_by_name: for each strategy, the bytes at each context; at least one strategy.
         marked: contexts with a dot and a label on the axis.
     """
-    unit, size = ("GiB", 2**30) if max(map(max, held.values())) >= 2**30 else ("MiB", 2**20)
+    unit, size = ("GiB", 2**30) if max(map(max, sizes_by_name.values())) >= 2**30 else ("MiB", 2**20)
     figure, axes = new_figure(f"Memory of keys and values: {title}", "tokens in the context", f"memory, {unit}")
     colours, ends = {}, {}
-    for index, (name, counts) in enumerate(merged(held).items()):
+    for index, (name, counts) in enumerate(merged(sizes_by_name).items()):
         colours[name] = COLOURS[index % len(COLOURS)]
         sizes = [count / size for count in counts]
         (line,) = axes.plot(contexts, sizes, color=colours[name], linewidth=1.8)

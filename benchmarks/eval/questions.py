@@ -171,7 +171,7 @@ GIVEN_TOKENS, FOUND_TOKENS = 32, 32  # of a function that are given, and to be w
 def passages(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
     """Prose; some paragraphs are given up to a word and must be continued."""
     instruction = "Read the text below. I will ask about what it says.\n\n"
-    length = room.context - len(talk.begun(instruction))
+    length = room.context - len(talk.beginning(instruction))
     taken: list[str] = []
     text: Tokens = []
     lines = [line for line in texts.prose if len(line.split()) >= LEAD_WORDS + 4 and not UNUSUAL.search(line)]
@@ -199,7 +199,7 @@ def passages(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> 
 def functions(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, change: bool) -> Case:
     """Code; some functions must be copied, as they are or under another name."""
     instruction = "Here is the code of a module in Python.\n\n```python\n"
-    length = room.context - len(talk.begun(instruction))
+    length = room.context - len(talk.beginning(instruction))
     all_functions = texts.functions
     for first in rng.permutation(len(all_functions)).tolist():  # until a whole function fits
         taken: list[Function] = []
@@ -252,7 +252,7 @@ def chat(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case
                 yield talk.exchange("Please tell me more about Python.", line)
 
     instruction = "Hello, I have some questions about Python."
-    begun = talk.begun(instruction)
+    begun = talk.beginning(instruction)
     opening = talk.exchange("", "Hello! I am happy to help.")
     length = room.context - len(begun) - len(opening)
     text = opening + scatter(rng, turns(), pieces, length, room.keep_recent)

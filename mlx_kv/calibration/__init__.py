@@ -103,7 +103,7 @@ def calibrate(
         if not work.has(index, held_out):
             work.read(index, text, instructions, fits=not budgets_only, held_out=held_out)
         advance()
-    layers, found = work.fitted() if not budgets_only else ([], [])
+    layers, qualities = work.fitted() if not budgets_only else ([], [])
     details: dict[str, Any] = {
         "architecture": architecture(model),
         "texts": len(ids),
@@ -112,11 +112,11 @@ def calibrate(
         "digest": digest,
         "versions": {"mlx-kv": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES},
     }
-    if found:
-        means = np.mean(np.array(found), axis=0)
+    if qualities:
+        means = np.mean(np.array(qualities), axis=0)
         details["held_out"] = len(range(HELD_OUT - 1, len(ids), HELD_OUT))
-        details["quality"] = dict(zip(found[0]._fields, (round(float(mean), 4) for mean in means), strict=True))
-        details["quality_by_layer"] = [[round(number, 4) for number in layer] for layer in found]
+        details["quality"] = dict(zip(qualities[0]._fields, (round(float(mean), 4) for mean in means), strict=True))
+        details["quality_by_layer"] = [[round(number, 4) for number in layer] for layer in qualities]
     losses: tuple[BitsLoss, ...] = ()
     centres: tuple[Centre | None, ...] = ()
     if not budgets_only:

@@ -92,8 +92,10 @@ def _decoded(buffer: SlotBuffer, row: Row) -> mx.array:
 
 def budgeted(caches: Sequence[Any]) -> list[tuple[int, KVCache]]:
     """The caches that a budget applies to, with their indices in the order of `leaves`, in the order of layers."""
-    found = [(i, cache) for i, cache in enumerate(leaves(caches)) if is_ours(cache) and cache.evictor is not None]
-    return sorted(found, key=lambda pair: pair[1].evictor.layer)  # type: ignore[union-attr]
+    budgeted_caches = [
+        (i, cache) for i, cache in enumerate(leaves(caches)) if is_ours(cache) and cache.evictor is not None
+    ]
+    return sorted(budgeted_caches, key=lambda pair: pair[1].evictor.layer)  # type: ignore[union-attr]
 
 
 def ropes_of(model: nn.Module) -> tuple[Ropes, ...]:
@@ -187,13 +189,13 @@ def quality(predicted: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> Qu
     all_predicted, true = np.concatenate(predicted), np.concatenate(actual)
     spread = np.maximum(((true - true.mean(axis=0)) ** 2).sum(axis=0), 1e-12)
     r2 = 1 - ((all_predicted - true) ** 2).sum(axis=0) / spread
-    ranks, found = [], []
+    ranks, overlaps = [], []
     for text, shares in zip(predicted, actual, strict=True):
         quarter = max(1, len(text) // 4)
         for p, t in zip(text.T, shares.T, strict=True):
             ranks.append(np.corrcoef(_ranks(p), _ranks(t))[0, 1] if len(p) > 1 else 0.0)
-            found.append(len({*np.argsort(-p)[:quarter]} & {*np.argsort(-t)[:quarter]}) / quarter)
-    return Quality(float(r2.mean()), float(np.mean(ranks)), float(np.mean(found)))
+            overlaps.append(len({*np.argsort(-p)[:quarter]} & {*np.argsort(-t)[:quarter]}) / quarter)
+    return Quality(float(r2.mean()), float(np.mean(ranks)), float(np.mean(overlaps)))
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:
@@ -278,8 +280,8 @@ class Work:
             self._write(HELD_OUT.format(index), reading_arrays(readings), {})
         elif fits:
             self._moments = self._moments or [Moments() for _ in readings]
-            for layer, own, reading, moments in zip(layers, shares, readings, self._moments, strict=True):
-                moments.add(inputs(layer, reading.keys, reading.values), targets(own))
+            for layer, layer_shares, reading, moments in zip(layers, shares, readings, self._moments, strict=True):
+                moments.add(inputs(layer, reading.keys, reading.values), targets(layer_shares))
         self._parts[index] = head_parts(shares)
         self._save()
 
@@ -296,7 +298,7 @@ class Work:
 
     def fitted(self) -> tuple[list[FittedLayer], list[Quality]]:
         """The weights of each layer, and how well they predict held-out texts."""
-        layers, found = [], []
+        layers, qualities = [], []
         for i, (plain, moments) in enumerate(zip(self._with_ropes(), self._moments, strict=True)):
             weights, bias = (mx.array(x.astype(np.float32)) for x in moments.ridge())
             layers.append(plain._replace(weights=weights, bias=bias))
@@ -306,8 +308,8 @@ class Work:
                 positions = mx.arange(reading.keys.shape[2])[None, None]
                 predicted.append(np.array(layers[-1].predicted(reading.keys, reading.values, positions)[0]).T)
                 actual.append(targets(np.array(reading.shares)))
-            found.append(quality(predicted, actual))
-        return layers, found
+            qualities.append(quality(predicted, actual))
+        return layers, qualities
 
     def remove(self) -> None:
         """Removes the stored measurements, and the directory unless it has other files."""
@@ -332,11 +334,11 @@ class Work:
     def _save(self) -> None:
         arrays: Arrays = {}
         for index, layers in self._parts.items():
-            arrays |= {f"part.{index}.{i}": words_of(own) for i, own in enumerate(layers)}
+            arrays |= {f"part.{index}.{i}": words_of(shares) for i, shares in enumerate(layers)}
         for i, moments in enumerate(self._moments):
-            arrays |= {f"moments.{i}.{name}": words_of(own) for name, own in moments.arrays.items()}
+            arrays |= {f"moments.{i}.{name}": words_of(sums) for name, sums in moments.arrays.items()}
         counts = [moments.count for moments in self._moments]
-        shapes = {f"moments.{i}.second": own.arrays["second"].shape for i, own in enumerate(self._moments)}
+        shapes = {f"moments.{i}.second": moments.arrays["second"].shape for i, moments in enumerate(self._moments)}
         self._write(STATE, arrays, {"counts": json.dumps(counts), "shapes": json.dumps(shapes)})
 
     def _write(self, name: str, arrays: Arrays, words: dict[str, str]) -> None:
@@ -366,23 +368,23 @@ class Work:
                 parts.setdefault(_numbers(name)[0], []).append(numbers_of(file.arrays[name]))
             moments = []
             for i, count in enumerate(json.loads(file.words["counts"])):
-                own = {n: numbers_of(file.arrays[f"moments.{i}.{n}"]) for n in ("shift", "first", "second")}
-                own["second"] = own["second"].reshape(json.loads(file.words["shapes"])[f"moments.{i}.second"])
-                moments.append(Moments(count, own))
+                sums = {n: numbers_of(file.arrays[f"moments.{i}.{n}"]) for n in ("shift", "first", "second")}
+                sums["second"] = sums["second"].reshape(json.loads(file.words["shapes"])[f"moments.{i}.second"])
+                moments.append(Moments(count, sums))
         except (KeyError, ValueError, IndexError, TypeError):
             return
         for index in list(parts):
             if not (folder / HELD_OUT.format(index)).exists():
                 continue
-            held = self._read(folder / HELD_OUT.format(index))
-            if held is not None:
-                self._held_out[index] = readings_of(held.arrays)
+            file = self._read(folder / HELD_OUT.format(index))
+            if file is not None:
+                self._held_out[index] = readings_of(file.arrays)
         self._parts, self._moments = parts, moments
 
 
 def reading_arrays(readings: Sequence[LayerReading]) -> Arrays:
     """The arrays of a text, by name."""
-    return {f"{name}.{i}": x for i, own in enumerate(readings) for name, x in own._asdict().items()}
+    return {f"{name}.{i}": x for i, reading in enumerate(readings) for name, x in reading._asdict().items()}
 
 
 def readings_of(arrays: Arrays) -> list[LayerReading]:

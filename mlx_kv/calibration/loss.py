@@ -68,15 +68,15 @@ def read_losses(
         caches: what the first S tokens are read into.
         step, progress: as for `read`.
     """
-    found: list[np.ndarray] = []
+    chunk_losses: list[np.ndarray] = []
 
     def predict(tokens: mx.array, cache: Any) -> None:
-        done = sum(chunk.shape[1] for chunk in found)
+        done = sum(chunk.shape[1] for chunk in chunk_losses)
         targets = text[:, done + 1 : done + 1 + tokens.shape[1]]
-        found.append(np.array(-log_likelihoods(model(tokens, cache=cache), targets)))
+        chunk_losses.append(np.array(-log_likelihoods(model(tokens, cache=cache), targets)))
 
     read(predict, caches, text[:, :-1], step, progress)
-    return np.concatenate(found, axis=1)
+    return np.concatenate(chunk_losses, axis=1)
 
 
 def log_likelihoods(logits: mx.array, targets: mx.array) -> mx.array:
@@ -124,8 +124,8 @@ def losses(
         )
     check_length(model, len(tokens) - 1)
     caches = make_prompt_cache(model, policy)
-    found: np.ndarray = read_losses(model, caches, mx.array([tokens]), prefill_step(model, caches, step), progress)[0]
-    return found
+    of_row: np.ndarray = read_losses(model, caches, mx.array([tokens]), prefill_step(model, caches, step), progress)[0]
+    return of_row
 
 
 def bytes_per_token(model: nn.Module, policy: CachePolicy) -> int:

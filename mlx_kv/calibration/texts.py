@@ -109,7 +109,7 @@ class Talk:
         sample = "The number 1234 is here, print(x)."
         return "".join(self.decode(self.encode(sample)).split()) == "".join(sample.split())
 
-    def begun(self, instruction: str) -> Tokens:
+    def beginning(self, instruction: str) -> Tokens:
         """The beginning of a user's message."""
         return self._start + self.encode(self._before + instruction)
 
@@ -156,16 +156,16 @@ def take(units: Iterable[Tokens], length: int) -> list[Tokens]:
     Raises:
         ValueError: there are fewer tokens.
     """
-    taken: list[Tokens] = []
+    chunks: list[Tokens] = []
     left = length
     for unit in units:
         if left <= 0:
             break
-        taken.append(unit[:left])
-        left -= len(taken[-1])
+        chunks.append(unit[:left])
+        left -= len(chunks[-1])
     if left > 0:
         raise ValueError(f"{length:,} tokens of text are needed, but {left:,} are missing: give a longer text")
-    return taken
+    return chunks
 
 
 def scatter(
@@ -194,7 +194,7 @@ def scatter(
 
 def make_case(talk: Talk, instruction: str, text: Tokens, asks: Sequence[Ask]) -> Case:
     """A user's message of an instruction and a text, and the questions about it."""
-    beginning = talk.begun(instruction)
+    beginning = talk.beginning(instruction)
     tokens: Tokens = []
     answers: Tokens = []
     for index, ask in enumerate(asks):
@@ -217,14 +217,14 @@ SENTENCE_WORDS = 8  # minimum words of a paragraph of prose
 
 def paragraphs(text: str) -> list[str]:
     """The paragraphs of prose, each in one line, without headings, tables and code, which are indented or short."""
-    found = []
+    prose_lines = []
     for block in text.split("\n\n"):
         lines = block.strip("\n").splitlines()
         if lines and not any(line[:1].isspace() or line[:3] in ("***", "===", "---", "| -", "```") for line in lines):
             line = " ".join(" ".join(lines).split())
             if len(line.split()) >= SENTENCE_WORDS and not line.startswith(("|", "#", "-", "*")):
-                found.append(line)
-    return found
+                prose_lines.append(line)
+    return prose_lines
 
 
 @cache
@@ -284,7 +284,7 @@ def in_prose(
     facts: list[str],
     asks: list[Ask],
 ) -> Case:
-    length = room.context - len(talk.begun(instruction))
+    length = room.context - len(talk.beginning(instruction))
     pieces = [talk.encode(fact + "\n") for fact in facts]
     text = scatter(rng, prose(rng, talk, lines), pieces, length, room.keep_recent)
     return make_case(talk, instruction, text, asks)
@@ -295,7 +295,8 @@ def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, st
     names = rng.permutation(PEOPLE)[:count].tolist()
     kinds = [FACTS[i] for i in rng.permutation(count).tolist()]
     return [
-        (name, verb, str(rng.choice(words)), asked) for name, (verb, asked, words) in zip(names, kinds, strict=True)
+        (name, verb, str(rng.choice(words)), question)
+        for name, (verb, question, words) in zip(names, kinds, strict=True)
     ]
 
 
@@ -303,8 +304,8 @@ def people(rng: np.random.Generator, talk: Talk, lines: Sequence[str], room: Roo
     """`count` facts, with a question for each."""
     facts = facts_about(rng, count)
     asks = [
-        Ask(asked.format(name), (f"{name} {verb}", f" {word}"))
-        for name, verb, word, asked in [facts[i] for i in rng.permutation(count).tolist()]
+        Ask(question.format(name), (f"{name} {verb}", f" {word}"))
+        for name, verb, word, question in [facts[i] for i in rng.permutation(count).tolist()]
     ]
     instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
     return in_prose(
@@ -415,15 +416,15 @@ def texts_in(folder: Path, tokenizer: Any, positions: int | None = None) -> tupl
             left_out.append(f"{path} has {len(tokens)} tokens, of at least {MIN_TOKENS}")
             continue
         files.append(tokens)
-    found: list[Tokens] = []
-    while files and (len(found) < COUNT):
-        for index, tokens in enumerate(files[: MAX_FILES - len(found)]):
-            found.append(tokens[:length])
+    texts: list[Tokens] = []
+    while files and (len(texts) < COUNT):
+        for index, tokens in enumerate(files[: MAX_FILES - len(texts)]):
+            texts.append(tokens[:length])
             files[index] = tokens[length:]
         files = [tokens for tokens in files if len(tokens) >= MIN_TOKENS]
-    if not found:
+    if not texts:
         raise ValueError(f"{folder} has no file with {MIN_TOKENS} tokens of UTF-8 text: give a directory of text files")
-    return found, left_out
+    return texts, left_out
 
 
 Item = TypeVar("Item")
@@ -461,7 +462,7 @@ class _Writer:
         if kind == "chat":
             return self._chat(n)
         instruction = self.random.choice(INSTRUCTIONS)
-        ids = self._talk.begun(instruction) if self.random.random() < 0.7 else []
+        ids = self._talk.beginning(instruction) if self.random.random() < 0.7 else []
         if kind == "prose":
             ids += self._with_facts(self._passage, n, 0, 3)
         elif kind == "facts":
@@ -492,7 +493,7 @@ class _Writer:
         return self.random.choice(SENTENCES)(self.random)
 
     def _chat(self, n: int) -> Tokens:
-        ids = [*self._talk.begun("Hello, I would like to talk."), *self._talk.exchange("", "Of course, go on.")]
+        ids = [*self._talk.beginning("Hello, I would like to talk."), *self._talk.exchange("", "Of course, go on.")]
         lines: list[str] = []
         while len(ids) < n:
             lines = lines or self._passage()
@@ -511,7 +512,7 @@ class _Writer:
         return next(text for text in map(_docstrings, self._documented) if len(text) > MIN_DOCUMENTATION)
 
     def _paragraphs(self) -> list[str]:
-        return next(found for found in (paragraphs(self._documentation()) for _ in range(1000)) if len(found) > 5)
+        return next(lines for lines in (paragraphs(self._documentation()) for _ in range(1000)) if len(lines) > 5)
 
 
 def _read(path: Path) -> str:
@@ -528,5 +529,5 @@ def _docstrings(path: Path) -> str:
     except (SyntaxError, ValueError, RecursionError):
         return ""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)]
-    found = [ast.get_docstring(node) for node in nodes]
-    return "\n\n".join(text for text in found if text and len(text) > MIN_DOCSTRING)
+    docstrings = [ast.get_docstring(node) for node in nodes]
+    return "\n\n".join(text for text in docstrings if text and len(text) > MIN_DOCSTRING)

@@ -114,20 +114,20 @@ def cache(
     step = prefill_step(network, caches, prefill_step_size)
     started = time.perf_counter()
     with prefill_bar(len(tokens), step) as advance:
-        asked = Instructions.for_policy(cache_policy, tokenizer, network)
-        prefill_all(network, caches, tokens, step, asked, advance)
+        instructions = Instructions.for_policy(cache_policy, tokenizer, network)
+        prefill_all(network, caches, tokens, step, instructions, advance)
         if cache_policy.reads_twice:
             compact(caches)
     read = time.perf_counter()
     with file_errors(f"write {output}"):
         check_output(output, force, "--force")
-        own = model_fingerprint(network, tokenizer)
-        save_prompt_cache(output, caches, {"model": model.name}, tokens=tokens, fingerprint=own, force=force)
+        fingerprint = model_fingerprint(network, tokenizer)
+        save_prompt_cache(output, caches, {"model": model.name}, tokens=tokens, fingerprint=fingerprint, force=force)
     saved = time.perf_counter()
-    held = cache_statistics(caches)
+    statistics = cache_statistics(caches)
     lines = (
         tokens_line("prompt", len(tokens), len(tokens) / (read - started)),
-        f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
+        f"KV cache    {human_bytes(statistics.bytes_live)} live, {human_bytes(statistics.bytes_allocated)} allocated",
         f"file        {human_bytes(os.path.getsize(output))} in {saved - read:.2f} s: {output}",
     )
     click.echo("\n".join(lines), err=True)

@@ -93,8 +93,8 @@ def _lines_of_terminal(commands: Sequence[str], how_to_leave: Callable[[], str])
             word, space, rest = document.text_before_cursor.lstrip().partition(" ")
             if space and word in commands:
                 return PathCompleter(expanduser=True).get_completions(Document(rest), complete_event)
-            begun = () if space or not word else (name for name in commands if name.startswith(word))
-            return [Completion(f"{name} ", -len(word), display=name) for name in begun]
+            names = () if space or not word else (name for name in commands if name.startswith(word))
+            return [Completion(f"{name} ", -len(word), display=name) for name in names]
 
     session = PromptSession[str](
         multiline=Condition(lambda: _is_open(get_app().current_buffer.text)),
@@ -219,11 +219,11 @@ class ChatFiles:
             ],
         }
         words = {"model": self._name, "chat": json.dumps(said)}
-        own = model_fingerprint(self._model, self._tokenizer)
+        fingerprint = model_fingerprint(self._model, self._tokenizer)
         layers = conversation.caches[: self._layers]  # without those of a draft model
         with file_errors(f"write {path}"):
             check_output(path, fix="")  # with advice that can be followed in a chat
-            save_prompt_cache(path, layers, words, tokens=conversation.read, fingerprint=own)
+            save_prompt_cache(path, layers, words, tokens=conversation.read, fingerprint=fingerprint)
 
     def load(self, path: Path, conversation: Conversation) -> bool:
         """Goes on from a file; says whether its caches serve, or all is read again.
@@ -426,12 +426,12 @@ class ChatSession:
             click.echo("\n".join(lines), err=True)
         click.echo(f"turns       {len(conversation.turns):7,}", err=True)
         click.echo(tokens_line("held", len(conversation.read), None), err=True)
-        held = cache_statistics(conversation.caches or [])
-        click.echo(
-            f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated", err=True
-        )
-        if held.tokens_evicted:
-            click.echo(f"evicted     {held.tokens_evicted:,} tokens in {held.compactions:,} compactions", err=True)
+        statistics = cache_statistics(conversation.caches or [])
+        live, allocated = human_bytes(statistics.bytes_live), human_bytes(statistics.bytes_allocated)
+        click.echo(f"KV cache    {live} live, {allocated} allocated", err=True)
+        if statistics.tokens_evicted:
+            tokens, compactions = statistics.tokens_evicted, statistics.compactions
+            click.echo(f"evicted     {tokens:,} tokens in {compactions:,} compactions", err=True)
         speculation = conversation.engine.speculation
         if speculation is not None and speculation.rounds:
             click.echo(draft_lines(speculation), err=True)

@@ -229,10 +229,12 @@ def generate(
         "group": machine.group,
     }
     if machine.leads and (
-        made := (*sampling.processors(), *answer_format.processors(tokenizer, tokens, len(before), chats))
+        processors := (*sampling.processors(), *answer_format.processors(tokenizer, tokens, len(before), chats))
     ):
         # Without drafts, processors see only the tokens that the engine reads itself.
-        options["logits_processors"] = made if drafts.enabled else [shown_before(each, before) for each in made]
+        options["logits_processors"] = (
+            processors if drafts.enabled else [shown_before(each, before) for each in processors]
+        )
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
@@ -258,7 +260,7 @@ def generate(
             if not as_json:
                 click.echo(response.text, nl=False)
     assert response is not None, "generation ends with a response"
-    held, peak = machine.totals(cache_statistics(caches), round(response.peak_memory * 1e9))
+    statistics, peak = machine.totals(cache_statistics(caches), round(response.peak_memory * 1e9))
     # The clock of generation starts when the first tokens are there: these alone are no rate.
     first = speculation.rounds <= 1 if drafts.enabled else response.generation_tokens == 1
     generation_tps = None if first else response.generation_tps
@@ -272,13 +274,13 @@ def generate(
             "prompt_tokens_per_second": round(response.prompt_tps, 2),
             "generation_tokens": response.generation_tokens,
             "generation_tokens_per_second": None if generation_tps is None else round(generation_tps, 2),
-            "kv_bytes_live": held.bytes_live,
-            "kv_bytes_allocated": held.bytes_allocated,
-            "kv_bytes_full": held.bytes_full,
-            "kv_growths": held.growths,
-            "kv_tokens_evicted": held.tokens_evicted,
-            "kv_compactions": held.compactions,
-            "kv_compaction_seconds": round(held.compaction_seconds, 4),
+            "kv_bytes_live": statistics.bytes_live,
+            "kv_bytes_allocated": statistics.bytes_allocated,
+            "kv_bytes_full": statistics.bytes_full,
+            "kv_growths": statistics.growths,
+            "kv_tokens_evicted": statistics.tokens_evicted,
+            "kv_compactions": statistics.compactions,
+            "kv_compaction_seconds": round(statistics.compaction_seconds, 4),
             "peak_memory_bytes": peak,
         }
         if machine.group is not None:
@@ -295,14 +297,15 @@ def generate(
         *([tokens_line("cached", already, None)] if already else []),
         tokens_line("prompt", response.prompt_tokens, response.prompt_tps),
         tokens_line("generation", response.generation_tokens, generation_tps),
-        f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
-        f"growths     {held.growths:7,}",
+        f"KV cache    {human_bytes(statistics.bytes_live)} live, {human_bytes(statistics.bytes_allocated)} allocated",
+        f"growths     {statistics.growths:7,}",
         f"peak memory {human_bytes(peak)}{machine.of_each}",
     )
     click.echo("\n".join(lines), err=True)
-    if cache_policy.budget is not None or held.tokens_evicted:
-        of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
-        work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
-        click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
+    if cache_policy.budget is not None or statistics.tokens_evicted:
+        work = f"{statistics.tokens_evicted:,} tokens in {statistics.compactions:,} compactions"
+        share = f"{statistics.bytes_live / max(statistics.bytes_full, 1):.0%} of {human_bytes(statistics.bytes_full)}"
+        seconds = f"{statistics.compaction_seconds:.3f} s"
+        click.echo(f"evicted     {work}, {seconds}; KV cache is {share} for all tokens", err=True)
     if drafts.enabled:
         click.echo(draft_lines(speculation), err=True)

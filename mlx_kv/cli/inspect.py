@@ -66,34 +66,34 @@ def attention_cell(share: float | None) -> str:
     return "hidden" if share is None else f"{100 * share:.1f}%"
 
 
-def layers_table(found: Inspection) -> list[str]:
+def layers_table(inspection: Inspection) -> list[str]:
     """One row per layer; neighbouring layers that kept the same tokens share a row."""
-    with_attention = found.attention is not None
+    with_attention = inspection.attention is not None
     header = ["layer", "kept", "evicted", *(["attention"] if with_attention else [])]
     lines, counts = [], []
 
     def row_key(layer: KeptLayer) -> object:
         return layer.index if with_attention else [head.positions for head in layer.heads]
 
-    for _, group in groupby(found.layers, key=row_key):
+    for _, group in groupby(inspection.layers, key=row_key):
         same = list(group)
         name = str(same[0].index) if len(same) == 1 else f"{same[0].index}-{same[-1].index}"
         lengths = sorted({len(head.positions) for head in same[0].heads})
         kept = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,}-{lengths[-1]:,}"
         attention = [attention_cell(same[0].attention_kept)] if with_attention else []
-        lines.append([name, kept, f"{found.tokens - round(same[0].kept):,}", *attention])
-        counts.append(tenths(same[:1], found.tokens))
+        lines.append([name, kept, f"{inspection.tokens - round(same[0].kept):,}", *attention])
+        counts.append(tenths(same[:1], inspection.tokens))
     width = max(len(f"{count:,.0f}") for row in counts for count in row)
-    return table_with_tenths(header, lines, counts, found.tokens, width)
+    return table_with_tenths(header, lines, counts, inspection.tokens, width)
 
 
-def scores_table(found: Mapping[str, Inspection], tokens: int) -> list[str]:
+def scores_table(inspections: Mapping[str, Inspection], tokens: int) -> list[str]:
     """One row per score."""
-    header, lines = ["score"], [[score] for score in found]
-    if any(one.attention_kept is not None for one in found.values()):
+    header, lines = ["score"], [[score] for score in inspections]
+    if any(one.attention_kept is not None for one in inspections.values()):
         header.append("attention")
-        lines = [[score, attention_cell(one.attention_kept)] for score, one in found.items()]
-    return table_with_tenths(header, lines, [tenths(one.layers, tokens) for one in found.values()], tokens, 4)
+        lines = [[score, attention_cell(one.attention_kept)] for score, one in inspections.items()]
+    return table_with_tenths(header, lines, [tenths(one.layers, tokens) for one in inspections.values()], tokens, 4)
 
 
 def table_with_tenths(
@@ -154,12 +154,12 @@ def text_lines(tokenizer: Any, tokens: Sequence[int], evicted: Sequence[float], 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def inspection_json(model: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool) -> str:
+def inspection_json(model: str, policy: CachePolicy, inspections: Mapping[str, Inspection], several: bool) -> str:
     answer = {"model": model, **{name: getattr(policy, name) for name in SETTINGS}}
     if several:
-        answer |= {"scores": {score: asdict(one) for score, one in found.items()}}
+        answer |= {"scores": {score: asdict(one) for score, one in inspections.items()}}
     else:
-        (one,) = found.values()
+        (one,) = inspections.values()
         answer |= {"score": policy.score, **asdict(one)}
     return json.dumps(answer, allow_nan=False)
 
@@ -170,15 +170,15 @@ def allocation_in_words(policy: CachePolicy) -> str:
     return f"share={policy.share}" + ("" if layers == "uniform" else f", layers={layers}")
 
 
-def draw(name: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
+def draw(name: str, policy: CachePolicy, inspection: Inspection, file: Path) -> None:
     """Draws the kept tokens, one row per layer or head."""
     from mlx_kv.plots import kept_positions
 
-    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in found.layers]
-    shares = None if found.attention is None else [layer.attention_kept for layer in found.layers]
-    title = f"{name}, {found.kept:,} of {found.tokens:,} by {policy.score}, {allocation_in_words(policy)}"
+    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in inspection.layers]
+    shares = None if inspection.attention is None else [layer.attention_kept for layer in inspection.layers]
+    title = f"{name}, {inspection.kept:,} of {inspection.tokens:,} by {policy.score}, {allocation_in_words(policy)}"
     protected = policy.sinks, policy.keep_recent
-    save_figure(kept_positions(title, layers, found.tokens, *protected, found.attention, shares), file)
+    save_figure(kept_positions(title, layers, inspection.tokens, *protected, inspection.attention, shares), file)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -291,9 +291,11 @@ def inspect_command(
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
     reading: Any = {"prefill_step_size": step, "attention_of": LOOKING if attention else 0}
     with prefill_bar(len(tokens) * (len(policies) + attention), step) as advance:
-        asked = [Instructions.for_policy(one, tokenizer, network) for one in policies.values()]
-        each = inspect_policies(network, tokens, list(policies.values()), progress=advance, asked=asked, **reading)
-    found = dict(zip(policies, each, strict=True))
+        instructions = [Instructions.for_policy(one, tokenizer, network) for one in policies.values()]
+        each = inspect_policies(
+            network, tokens, list(policies.values()), progress=advance, instructions=instructions, **reading
+        )
+    inspections = dict(zip(policies, each, strict=True))
     evicted = each[0].share_evicted(layer)  # refuses a layer that does not exist before anything is written
     if not each[0].evicted:
         say(f"note: nothing is evicted: {len(tokens):,} tokens are within the budget of {policy.budget:,}")
@@ -306,18 +308,18 @@ def inspect_command(
         draw(name, policy, each[0], plot)
     if to_json is not None:
         check_json(to_json, JSON_KEYS, force)  # it may have come meanwhile
-        save_json(inspection_json(model, policy, found, bool(scores)), to_json)
+        save_json(inspection_json(model, policy, inspections, bool(scores)), to_json)
     if as_text:
         dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         marked_text = text_lines(tokenizer, tokens, evicted, dim)
         click.echo(marked_text, nl=not marked_text.endswith("\n"), color=dim)
     elif json_file == "-":
-        click.echo(inspection_json(model, policy, found, bool(scores)))
+        click.echo(inspection_json(model, policy, inspections, bool(scores)))
     else:
         first, budget = each[0], f"budget {policy.budget:,}"
         by = [allocation_in_words(policy)] if scores else [f"score {policy.score}", allocation_in_words(policy)]
         times = [] if scores else [f"{first.compactions:,} compaction{'' if first.compactions == 1 else 's'}"]
-        rows = scores_table(found, len(tokens)) if scores else layers_table(first)
+        rows = scores_table(inspections, len(tokens)) if scores else layers_table(first)
         lines = [f"{name}: {', '.join([f'{first.tokens:,} tokens', budget, *by, *times])}", ""]
         lines += [f"  {line}" for line in rows]
         lines += ["", f"  {ABOUT_ATTENTION}"] if attention else []
