@@ -102,7 +102,7 @@ def save_prompt_cache(
     check_type(
         "fingerprint", fingerprint, str | None, "give that of mlx_kv.files.serialization.model_fingerprint, or None"
     )
-    if format != "mlx-kv":
+    if not isinstance(format, str) or format != "mlx-kv":
         raise ValueError(
             f"format is {format!r}, and only mlx-kv is written since 0.4: leave it out, or make files for mlx-lm with "
             "mlx_lm.cache_prompt"

@@ -26,7 +26,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
         pytest.skip("needs Debian's chromium and chromium-driver: apt-get install chromium chromium-driver")
-    from selenium import webdriver
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: make test-all installs it")
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()

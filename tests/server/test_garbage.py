@@ -7,7 +7,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -120,13 +119,11 @@ def garbled(body: dict[str, Any], chance: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def every() -> Iterator[Running]:
     """A server of which everything can be asked."""
-    folder = tmp_path_factory.mktemp("slots")
-    limits = Limits(slot_folder=folder, max_tokens=2, prompt_tokens=400)
+    limits = Limits(max_tokens=2, prompt_tokens=400)
     with running(limits=limits, prompt_memory_bytes=2**24, change=changed_tokenizer, max_batch_size=2) as one:
         yield one
-    assert all(path.parent == folder for path in Path(folder).rglob("*"))
 
 
 @pytest.mark.slow

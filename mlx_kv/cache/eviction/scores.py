@@ -65,7 +65,7 @@ class AttentionInputs:
     def __post_init__(self) -> None:
         if type(self.queries) is not int or self.queries < 0:
             raise ValueError(f"queries is {self.queries!r}: give a number of queries from 0 up")
-        if self.received or self.moments:
+        if self.received is not False or self.moments is not False:
             raise ValueError("sums over all queries (received, moments) were removed in 0.4: use queries=N or reread")
         if not (self.queries or self.reread):
             raise ValueError("wants nothing: for a score that does not use attention, give wants=None")
