@@ -148,19 +148,26 @@ class Blocks:
         return evaluate_together(arrays, 4 * self.rows * self.heads * self.tokens * self.dim)
 
 
-def evaluate_together(arrays: Iterator[mx.array], nbytes: int, limit: int = TOGETHER_BYTES) -> Iterator[mx.array]:
-    """The same arrays, evaluated in groups before more are made; not the last. This bounds the memory at the peak.
+def evaluate_together(
+    arrays: Iterator[mx.array], nbytes: int, limit: int = TOGETHER_BYTES, at_once: bool = False
+) -> Iterator[mx.array]:
+    """The same arrays, evaluated in groups, which bounds the memory at the peak.
 
     Args:
         nbytes: that each is made of.
         limit: bytes that a group is made of.
+        at_once: evaluate a group when it is full; else before the next array is made, so that the last group is left
+            to those who use it.
     """
     together: list[mx.array] = []
     for array in arrays:
-        if len(together) == max(1, limit // nbytes):
+        if not at_once and len(together) == max(1, limit // nbytes):
             mx.eval(together)
             together.clear()
         together.append(array)
+        if at_once and len(together) == max(1, limit // nbytes):
+            mx.eval(together)
+            together.clear()
         yield array
 
 
