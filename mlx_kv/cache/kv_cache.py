@@ -909,7 +909,7 @@ class KVCache:
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token, and of the residual; without shared segments."""
         tokens = sum(max(0, self.layout.held(row) - row.shared) for row in self.rows)
-        return tokens * self.bytes_per_slot + self.nbytes_residual
+        return tokens * self.bytes_per_slot + self.nbytes_residual if self.nbytes else 0
 
     @property
     def nbytes_full(self) -> int:
