@@ -26,6 +26,7 @@ from mlx_kv.cache.eviction import scoring
 from mlx_kv.cache.eviction.evictor import RowMetadata
 from mlx_kv.cache.eviction.scores import Wants, register_score, snap_kv
 from mlx_kv.cache.eviction.scoring import MIN_TRIM, Observation, RecentQueries
+from mlx_kv.cache.layout import WriteCapacity
 from mlx_kv.mlxlm.traverse import places_of
 
 CENTRE = Centre.of(mx.random.normal((1, HEADS, 8, DIM), key=mx.random.key(1)))
@@ -139,6 +140,13 @@ def is_tie(got: list[list[int]], wanted: list[list[int]], scores: Ranking) -> bo
         return False
     swapped = [scores[place] for place in places]
     return bool(swapped) and max(swapped) - min(swapped) <= TIE * max(map(abs, scores.values()))
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Histories change these; one that raises as it begins has no teardown."""
+    monkeypatch.setattr(WriteCapacity, "PERIOD", WriteCapacity.PERIOD)
+    monkeypatch.setattr(scoring, "MIN_TRIM", MIN_TRIM)
 
 
 class ObservedBatches(Batches):
