@@ -1,8 +1,7 @@
 # Each target does its own set-up: a virtual environment in .venv, and in it this package with what it needs.
 #   make generate   the main job on real input: the reference model goes on from examples/unfinished.py, on a budget
 #   make check      style, types and the quick half of the tests: under a minute, for the inner loop
-#   make test       the usual tests, side by side on all cores: each value of each parameter once; at most eight minutes on
-#                   two cores, installing included
+#   make test       the usual tests, side by side on all cores: each value of each parameter once
 #   make test-all   all tests: every case, more random ones, browsers, builds, pages as a newcomer runs them
 #   make lint       style, types and the rules of imports
 #   make bench      the benchmarks, into docs/performance.md; MODEL=build/smollm2: with those of a real checkpoint
