@@ -210,7 +210,6 @@ def draw(name: str, policy: CachePolicy, inspection: Inspection, file: Path) -> 
 )
 @option(
     "--scores",
-    default=(),
     type=Parsed(lambda text: tuple(dict.fromkeys(word.strip() for word in text.split(",")))),
     metavar="NAME,NAME",
     section="Output",
@@ -243,7 +242,7 @@ def inspect_command(
     plot: Path | None,
     json_file: str | None,
     attention: bool,
-    scores: tuple[str, ...],
+    scores: tuple[str, ...] | None,
     force: bool,
     as_text: bool,
     layer: int | None,
@@ -285,7 +284,7 @@ def inspect_command(
     model = chosen.name
     network, tokenizer = load(model_path(model))
     policy = settings.policy(settings.calibration_for(network, model, recommend=False))
-    policies = {score: replace(policy, score=score) for score in scores} or {str(policy.score): policy}
+    policies = {score: replace(policy, score=score) for score in scores or ()} or {str(policy.score): policy}
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
