@@ -407,10 +407,10 @@ def _row(
     return {
         "number": job.number,
         "policy": policy_name(policy),
-        "state": "decoding" if job.answer else "reading" if job.has_row else "waiting",
+        "state": "decoding" if generated else "reading" if job.has_row else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,
-        "read_tokens": len(job.tokens) if job.answer else max(job.read, job.cached),
+        "read_tokens": len(job.tokens) if generated else max(job.read, job.cached),
         "drafts": None if drafts is None else _row_drafts(job, drafts),
         "generated_tokens": generated,
         "seconds": round(time.monotonic() - job.since, 1),

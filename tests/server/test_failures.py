@@ -164,7 +164,7 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 
 STUCK = SERVE + (
     "import time; from mlx_kv.server import output as grammars; "
-    "grammars.COMPILE_SECONDS = 0.2; grammars.GrammarCompiler.compile = lambda *arguments: time.sleep(1000); main()"
+    "grammars.COMPILE_SECONDS = 0.2; grammars.GrammarCompiler._compile = lambda *arguments: time.sleep(1000); main()"
 )
 
 

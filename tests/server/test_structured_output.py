@@ -20,7 +20,7 @@ from random_schemas import random_schema
 from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.generation import grammar as compiled
-from mlx_kv.generation.grammar import GrammarCompiler, LeadIn
+from mlx_kv.generation.grammar import LeadIn
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server import output
 from mlx_kv.server.dialects.completions import chats
@@ -264,13 +264,13 @@ def test_a_grammar_that_grows_too_large_ends_its_request_alone(draft: bool, monk
 
 
 def test_a_grammar_that_takes_long_holds_up_nobody(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on, compile_now = threading.Event(), GrammarCompiler.compile
+    going_on, source_now = threading.Event(), compiled.grammar_source
 
-    def slow(self: Any, constraint: Any, marks: Any = None) -> Any:
+    def slow(constraint: Any, marks: Any = None) -> str:
         assert going_on.wait(20)
-        return compile_now(self, constraint, marks)
+        return source_now(constraint, marks)
 
-    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    monkeypatch.setattr(compiled, "grammar_source", slow)
     monkeypatch.setattr(output, "COMPILE_SECONDS", 0.5)
     try:
         with ThreadPoolExecutor(2) as pool:
