@@ -36,15 +36,13 @@ from typing import Any
 
 import httpx
 import numpy as np
-from server import process
+from server import MLX_LM, OURS, process
 
 import mlx_kv
 
 STREAMS = 4  # beside a long prompt
 ROOT = Path(__file__).parent.parent
 SOURCE = "".join(path.read_text() for path in sorted((ROOT / "mlx_kv").rglob("*.py")))
-OURS = "from mlx_kv.cli.main import main; main()"
-MLX_LM = "import mlx_kv; from mlx_lm.server import main; main()"
 
 
 def prompts(workload: str, clients: int, shared: int, long: int, tokenizer: Any) -> list[str]:
@@ -138,8 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = mlx_kv.load(options.model)[1]
     servers = {
-        "mlx_kv": [sys.executable, "-c", OURS, "serve", "--model", options.model],
-        "mlx_lm": [sys.executable, "-c", MLX_LM, "--model", options.model],
+        "mlx_kv": [*OURS, "--model", options.model],
+        "mlx_lm": [*MLX_LM, "--model", options.model],
     }
     if options.vllm_mlx:
         servers["vllm_mlx"] = [options.vllm_mlx, "serve", options.model, "--continuous-batching"]

@@ -59,8 +59,8 @@ LEAST_REQUESTS, OF_EACH = 12, 6
 ROOT = Path(__file__).parent.parent
 SOURCE = "".join(path.read_text() for path in sorted((ROOT / "mlx_kv").rglob("*.py")))
 SHARED = SOURCE[:800]
-MLX_LM = "import mlx_kv; from mlx_lm.server import main; main()"
-OURS = "from mlx_kv.cli.main import main; main()"
+MLX_LM = [sys.executable, "-c", "import mlx_kv; from mlx_lm.server import main; main()"]
+OURS = [sys.executable, "-c", "from mlx_kv.cli.main import main; main()", "serve"]
 answers: dict[str, dict[str, str]] = {}  # by prompt: what each side made of it
 _starts = {workload: count(first, 31) for workload, first in (("own", 1000), ("shared", 1000), ("sampled", 200_000))}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1}
@@ -190,11 +190,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = asked.model or in_float32(Path(folder))
         own = [] if asked.model is None else ["--model", asked.model]
-        command = [sys.executable, "-c"]
-        with (
-            process([*command, MLX_LM, "--model", model, *bits]) as (theirs, _),
-            process([*command, OURS, "serve", *own, *bits]) as (ours, _),
-        ):
+        with process([*MLX_LM, "--model", model, *bits]) as (theirs, _), process([*OURS, *own, *bits]) as (ours, _):
             for workload in asked.workloads:
                 for clients in asked.clients:
                     line |= compared(asked, workload, clients, theirs, ours)

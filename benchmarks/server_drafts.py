@@ -33,7 +33,7 @@ from mlx_kv.mlxlm.loading import load
 import httpx
 import mlx.core as mx
 from common import medians, take_turns
-from server import OURS, answers, measure, started
+from server import OURS, answers, measure, process
 from speculation import CODE, TASKS
 
 TOPICS = (
@@ -74,10 +74,8 @@ def main() -> None:
     path = model_path(given.model)
     _, tokenizer = load(path)
     numbers = count(100)
-    with (
-        started(OURS, "serve", "--model", path) as plain,
-        started(OURS, "serve", "--model", path, "--draft", "auto") as auto,
-    ):
+    ours = [*OURS, "--model", path]
+    with process(ours) as (plain, _), process([*ours, "--draft", "auto"]) as (auto, _):
         for task in ("edit", "open"):
             turns = {"plain": count(), "auto": count()}
             batches = [

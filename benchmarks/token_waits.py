@@ -34,7 +34,7 @@ import httpx
 import mlx.core as mx
 from common import medians, take_turns
 from mlx_lm.utils import load_tokenizer
-from server import MLX_LM, OURS, SOURCE, in_float32, started
+from server import MLX_LM, OURS, SOURCE, in_float32, process
 
 BEFORE = 1.0  # seconds in which streams are watched before the long prompt comes
 _starts = count(0, 40_009)
@@ -115,7 +115,7 @@ def main() -> None:
             return str(tokenizer.decode(tokens[: asked.prompt_tokens]))
 
         own = [] if asked.model is None else ["--model", asked.model]
-        with started(MLX_LM, "--model", model, *step) as theirs, started(OURS, "serve", *own, *step) as ours:
+        with process([*MLX_LM, "--model", model, *step]) as (theirs, _), process([*OURS, *own, *step]) as (ours, _):
             sides = {
                 side: lambda url=url: measure(url, long(), asked.clients)
                 for side, url in (("mlx-lm", theirs), ("ours", ours))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from server import OURS, started
+from server import OURS, process
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "TestServer": (),
@@ -33,7 +33,8 @@ def against(url_options: list[str], tests: Any) -> None:
     stack = contextlib.ExitStack()
 
     def start(cls: Any) -> None:
-        cls.port = int(stack.enter_context(started(OURS, "serve", *url_options)).rpartition(":")[2])
+        url, _ = stack.enter_context(process([*OURS, *url_options]))
+        cls.port = int(url.rpartition(":")[2])
 
     tests.setUpClass, tests.tearDownClass = classmethod(start), classmethod(lambda cls: stack.close())
 
