@@ -25,18 +25,10 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 import click
 import msgspec
 
-from mlx_kv.cli.model import (
-    DraftOptions,
-    ModelOptions,
-    draft_lines,
-    draft_options,
-    prefill_option,
-    sampling_options,
-    unseeded_sampler,
-)
+from mlx_kv.cli.model import DraftOptions, ModelOptions, draft_lines, generation_options, unseeded_sampler
 from mlx_kv.cli.options import LeadersFile, command, option, options
 from mlx_kv.cli.output import file_errors, say
-from mlx_kv.cli.policy import PolicyOptions, policy_options
+from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.files.atomic_write import atomic_write, lock
 from mlx_kv.generation.settings import SamplingSettings
@@ -105,20 +97,7 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     summary="Maximum prompts in a batch.",
 )
 @option("--ignore-chat-template", is_flag=True, section="Files", help="Continue texts as plain text.")
-@option(
-    "--max-tokens",
-    type=click.IntRange(1, 2**31 - 1),
-    default=256,
-    show_default=True,
-    metavar="N",
-    section="Sampling",
-    summary="Maximum tokens of an answer.",
-    help="Maximum tokens of an answer, for lines that don't set it.",
-)
-@sampling_options
-@prefill_option()
-@draft_options
-@policy_options()
+@generation_options
 @on_each_rank
 def batch(
     machine: Machine,
@@ -144,20 +123,10 @@ def batch(
 
     def start() -> tuple[Engine, PromptEncoder]:
         """Loads the model and makes an engine; ranks but the first follow it to its end."""
-        from mlx_kv.generation.engine import EngineSettings, make_engine
-        from mlx_kv.generation.prefill import Instructions
-
         network, tokenizer = machine.load()
-        cache_policy = policy.for_model(network, model.name)
-        draft = drafts.load_model() if machine.leads else None
-
-        instructions = Instructions.for_policy(cache_policy, tokenizer, network)
-        settings = EngineSettings(max_batch_size, prefill_step_size, drafts.settings, draft, instructions=instructions)
-
-        def engine(**communicator: Any) -> Engine:
-            return make_engine(network, set(tokenizer.eos_token_ids), cache_policy, settings, **communicator)
-
-        return machine.lead_or_follow(engine), PromptEncoder(network, tokenizer, ignore_chat_template, sampling)
+        sizes = {"max_batch_size": max_batch_size, "prefill_step_size": prefill_step_size}
+        engine = machine.engine(network, tokenizer, policy.for_model(network, model.name), drafts, **sizes)
+        return engine, PromptEncoder(network, tokenizer, ignore_chat_template, sampling)
 
     if not machine.leads:
         start()

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
 
-from mlx_kv.cli.model import (
-    ChatOptions,
-    DraftOptions,
-    ModelOptions,
-    draft_options,
-    max_tokens_option,
-    prefill_option,
-    sampling_options,
-    unseeded_sampler,
-)
+from mlx_kv.cli.model import ChatOptions, DraftOptions, ModelOptions, generation_options, unseeded_sampler
 from mlx_kv.cli.options import command, options
 from mlx_kv.cli.output import say
-from mlx_kv.cli.policy import PolicyOptions, policy_options
+from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 
@@ -41,11 +31,7 @@ While it runs:
 @command(epilog=EXAMPLES, short_help="Chat with a model in the terminal.")
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
 @options(ChatOptions, "chat", "system_prompt", "chat_template_config")
-@max_tokens_option
-@sampling_options
-@prefill_option()
-@draft_options
-@policy_options()
+@generation_options
 @on_each_rank
 def chat(
     machine: Machine,
@@ -69,34 +55,27 @@ def chat(
 
     from mlx_kv.cli.chat_session import ChatFiles, ChatSession
     from mlx_kv.generation.conversation import Conversation
-    from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
-    from mlx_kv.generation.prefill import Instructions
     from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = machine.load()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings of long prompts, which the session refuses
     cache_policy = policy.for_model(network, model.name)
-    draft = drafts.load_model() if machine.leads else None
-
-    settings = EngineSettings(
-        1,
-        prefill_step_size,
-        drafts.settings,
-        draft,
+    engine = machine.engine(
+        network,
+        tokenizer,
+        cache_policy,
+        drafts,
+        max_batch_size=1,
+        prefill_step_size=prefill_step_size,
         return_caches=machine.group is None,  # several ranks read each prompt in full
-        instructions=Instructions.for_policy(cache_policy, tokenizer, network),
     )
-
-    def engine(**communicator: Any) -> Engine:
-        return make_engine(network, set(tokenizer.eos_token_ids), cache_policy, settings, **communicator)
-
     sampler = unseeded_sampler(sampling, tokenizer)
 
     def draws(position: int) -> Sampler | None:
         return sampler_of_sequence(sampler, sampling.seed, position)
 
-    conversation = Conversation(machine.lead_or_follow(engine), tokenizer, chat.settings)
+    conversation = Conversation(engine, tokenizer, chat.settings)
     files = ChatFiles(model.name, network, tokenizer, cache_policy, whole=machine.group is None)
     session = ChatSession(conversation, files, max_tokens, draws, sampling.processors(), context_length(network))
     if on_screen:
@@ -104,4 +83,4 @@ def chat(
     try:
         session.run()
     finally:
-        conversation.engine.close()
+        engine.close()

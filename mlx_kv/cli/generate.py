@@ -17,16 +17,13 @@ from mlx_kv.cli.model import (
     ModelOptions,
     PromptOptions,
     draft_lines,
-    draft_options,
-    max_tokens_option,
+    generation_options,
     note_context,
-    prefill_option,
-    sampling_options,
     unseeded_sampler,
 )
 from mlx_kv.cli.options import EXISTING_FILE, LEADERS_FILE, command, given_options, option, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
-from mlx_kv.cli.policy import PolicyOptions, policy_options
+from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import setting
@@ -146,12 +143,8 @@ class FormatOptions:
 )
 @option("--ignore-chat-template", is_flag=True, section="Prompt", help="Continue the prompt as plain text.")
 @options(ChatOptions, "chat")
-@max_tokens_option
-@sampling_options
-@prefill_option()
-@draft_options
+@generation_options
 @options(FormatOptions, "answer_format")
-@policy_options()
 @option(
     "--verbose",
     type=bool,

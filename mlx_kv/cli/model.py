@@ -13,10 +13,11 @@ import click
 
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.cli.options import LEADERS_FILE, Command, given_options, option, options, read_wired_limit
-from mlx_kv.cli.output import say
+from mlx_kv.cli.output import file_errors, say
+from mlx_kv.cli.policy import policy_options
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.settings import setting
+from mlx_kv.settings import MOST_TOKENS, setting
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -159,9 +160,8 @@ def read_config(path: Path) -> dict[str, Any]:
     from mlx_kv.mlxlm.loading import parse_config
 
     try:
-        config = parse_config(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
+        with file_errors(f"read {path}"):
+            config = parse_config(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{path} is not JSON ({error}): give the config.json of a model") from error
     if not isinstance(config, dict):
@@ -186,18 +186,6 @@ def prefill_option(
 ) -> Callable[[Command], Command]:
     """--prefill-step-size, for the commands that read prompts."""
     return option("--prefill-step-size", section="Model", type=click.IntRange(1), metavar="N", help=text)
-
-
-max_tokens_option = option(
-    "--max-tokens",
-    "-m",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    metavar="N",
-    section="Sampling",
-    summary="Maximum tokens of an answer.",
-)
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------
@@ -345,11 +333,6 @@ SAMPLING_BOUNDS: dict[str, Any] = {
 }
 
 
-def sampling_options(function: Command) -> Command:
-    """The options of sampling, for a command that receives `sampling`, a `SamplingSettings`."""
-    return options(SamplingSettings, "sampling", section="Sampling", **SAMPLING_BOUNDS)(function)
-
-
 def unseeded_sampler(sampling: SamplingSettings, tokenizer: Any) -> Sampler | None:
     """The sampler of all sequences, each of which gets a seed of its own; None is greedy."""
     return replace(sampling, seed=None).sampler(0, tokenizer)
@@ -419,6 +402,21 @@ def draft_options(function: Command) -> Command:
     """The options of drafts, for a command that receives `drafts`, a `DraftOptions`."""
     order = ("drafter", "draft_model", "num_draft_tokens", "draft_length", "prompt_lookup_min", "prompt_lookup_max")
     return options(DraftOptions, "drafts", *order)(function)
+
+
+def generation_options(function: Command) -> Command:
+    """For a command that receives `max_tokens`, `sampling`, `prefill_step_size`, `drafts` and `policy`."""
+    max_tokens = option(
+        *("--max-tokens", "-m"),
+        type=click.IntRange(1, MOST_TOKENS),
+        default=256,
+        show_default=True,
+        metavar="N",
+        section="Sampling",
+        summary="Maximum tokens of an answer.",
+    )
+    sampling = options(SamplingSettings, "sampling", section="Sampling", **SAMPLING_BOUNDS)
+    return max_tokens(sampling(prefill_option()(draft_options(policy_options()(function)))))
 
 
 def draft_lines(speculation: SpeculationStatistics) -> str:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.model import ModelOptions, find_config, read_config
+from mlx_kv.cli.model import DraftOptions, ModelOptions, find_config, read_config
 from mlx_kv.cli.options import EXISTING_FILE, Command, option, options
+from mlx_kv.cli.output import file_errors
 from mlx_kv.ranks.environment import launched
-from mlx_kv.ranks.link import STEP_SECONDS, leave_signals_to_leader
+from mlx_kv.ranks.link import STEP_SECONDS, LeaderEndedError, leave_signals_to_leader
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mlx_kv.communicator import Communicator
     from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.statistics import CacheStatistics
+    from mlx_kv.policy import CachePolicy
     from mlx_kv.ranks.group import RankGroup
 
 # Parameters that may differ between ranks: paths on one machine, and what the first rank alone reads. Models are
@@ -84,26 +86,34 @@ class Machine:
         self.group.compare(model=files_fingerprint(config.parent.iterdir()))
         return model, self._model.with_eos_tokens(tokenizer)
 
-    def lead_or_follow(self, make: Callable[..., Engine]) -> Engine:
+    def engine(
+        self, network: nn.Module, tokenizer: Any, policy: CachePolicy, drafts: DraftOptions, **settings: Any
+    ) -> Engine:
         """The engine that leads on all ranks; on another one it does what that one does until it ends, and then ends.
 
         Args:
-            make: called with the `communicator` of the ranks.
+            settings: others of `EngineSettings`.
 
         Raises:
             LeaderEndedError: this rank has followed to the end.
         """
-        if self.group is None:
-            return make()
+        from mlx_kv.generation.engine import EngineSettings, make_engine
+        from mlx_kv.generation.prefill import Instructions
         from mlx_kv.ranks.engine import follow, lead
-        from mlx_kv.ranks.link import LeaderEndedError
 
-        def make_for(communicator: Communicator) -> Engine:
-            return make(communicator=communicator)
+        engine_settings = EngineSettings(
+            drafting=drafts.settings,
+            draft_model=drafts.load_model() if self.leads else None,
+            instructions=Instructions.for_policy(policy, tokenizer, network),
+            **settings,
+        )
 
-        if self.group.leads:
-            return lead(make_for, self.group)
-        follow(make_for, self.group)
+        def make(communicator: Communicator) -> Engine:
+            return make_engine(network, set(tokenizer.eos_token_ids), policy, engine_settings, communicator)
+
+        if self.group is None or self.group.leads:
+            return lead(make, self.group)
+        follow(make, self.group)
         raise LeaderEndedError("the leader has ended")
 
     def totals(self, held: CacheStatistics, peak: int) -> tuple[CacheStatistics, int]:
@@ -206,8 +216,6 @@ class RankOptions(SplitOptions):
         if group is None:
             yield Machine(None, model, self.layers_by_rank)
             return
-        from mlx_kv.ranks.link import LeaderEndedError
-
         with group, quiet(group):
             try:
                 check_supported(click.get_current_context().params)
@@ -279,10 +287,8 @@ def read_secret(path: Path) -> bytes:
     Raises:
         click.UsageError: it cannot be read, or is empty.
     """
-    try:
+    with file_errors(f"read {path}"):
         secret = path.read_bytes().strip()
-    except OSError as error:
-        raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     if not secret:
         raise click.UsageError(f"{path} is empty: write a secret in it, the same on all ranks")
     return secret
