@@ -36,8 +36,8 @@ from common import take_turns
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_kv.cache.attention import Dense, Packed, attend
-from mlx_kv.cache.codecs import Affine, Centre, Centred, find_codecs, packing_of, packings_of
-from mlx_kv.calibration.loss import centred
+from mlx_kv.cache.codecs import Affine, Centre, Centred, CentredByLayer, find_codecs, packing_of, packings_of
+from mlx_kv.calibration.loss import measure_centres
 from mlx_kv.mlxlm.loading import load
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -110,7 +110,8 @@ def one_layer(context: int, heads: list[int], dim: int, rounds: int, dtype: mx.D
 
 def filled(model: Any, how: dict[str, Any], context: int) -> list[Any]:
     """Caches of random keys and values."""
-    how = {"codec": (centred(model, range(3, 131), ROTATED), ROTATED)} if how == CENTRED else how
+    if how == CENTRED:
+        how = {"codec": (CentredByLayer(measure_centres(model, range(3, 131)), ROTATED), ROTATED)}
     caches = make_prompt_cache(model, CachePolicy(reserve=context + 64, **how))
     shapes = make_prompt_cache(model)
     model(mx.array([[1]]), cache=shapes)

@@ -1,10 +1,17 @@
-"""Calibrations with random weights, for caches of any number of layers and heads."""
+"""Calibrations with random weights, for caches of any number of layers and heads; centred keys of a model."""
 
 from __future__ import annotations
 
-import mlx.core as mx
+from collections.abc import Sequence
 
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.cache.codecs import Affine, CentredByLayer, Codec
 from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation
+from mlx_kv.calibration.loss import measure_centres
+
+FOUR = Affine(4, 64, rotate=True)
 
 
 def random_calibration(
@@ -26,3 +33,8 @@ def random_calibration(
     ]
     table = [[1.0 + (layer + head) % 3 for head in range(heads)] for layer in range(layers)]
     return Calibration(fingerprint, table, tuple(fitted))
+
+
+def centred(model: nn.Module, tokens: Sequence[int], codec: Codec = FOUR) -> CentredByLayer:
+    """A codec of keys that subtracts their mean over a text."""
+    return CentredByLayer(measure_centres(model, tokens), codec)

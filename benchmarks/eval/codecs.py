@@ -53,14 +53,13 @@ import numpy as np
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.codecs import Affine, CentredByLayer
-from mlx_kv.calibration.loss import centred, losses, mean_and_error, read
-from mlx_kv.calibration.texts import Room, Talk
+from mlx_kv.calibration.loss import losses, mean_and_error, measure_centres, read
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.planning import Planner
 
 from .measure import right_answers, right_without_context
-from .questions import case_of, python_texts, trial_of
+from .questions import Room, Talk, case_of, python_texts, trial_of
 from .tasks import Trial
 
 PAIRS = ("K8V8", "K8V4", "K6V4", "K4V4", "K4V2", "K3V3")
@@ -236,7 +235,7 @@ class Measuring:
 
     @cached_property
     def centres(self) -> CentredByLayer:
-        return centred(self.model, self.others)
+        return CentredByLayer(measure_centres(self.model, self.others), Affine(4, 64, rotate=True))
 
     @cached_property
     def plain(self) -> np.ndarray:

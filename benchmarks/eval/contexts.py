@@ -18,7 +18,6 @@ from mlx_kv.cache.eviction.calibration import FITTED
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call, Hook
-from mlx_kv.calibration.loss import read
 from mlx_kv.generation.prefill import (
     NO_INSTRUCTIONS,
     Instructions,
@@ -26,6 +25,7 @@ from mlx_kv.generation.prefill import (
     hold,
     needs_second_pass,
     prefill_step,
+    read_chunk,
 )
 from mlx_kv.mlxlm.attention import AttentionPatch, attach_attention_hooks
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -181,9 +181,8 @@ class Context:
         return caches
 
     def _read(self, caches: Sequence[Any]) -> None:
-        def compute(done: int, total: int) -> None:
+        step = max(1, prefill_step(self.model, caches, None) // len(self.tokens))
+        for first in range(0, self.tokens.shape[1], step):
+            read_chunk(self.model, caches, self.tokens[:, first : first + step])
             for recording in self.recordings:
                 recording.compute()
-
-        step = max(1, prefill_step(self.model, caches, None) // len(self.tokens))
-        read(self.model, caches, self.tokens, step, compute)

@@ -19,7 +19,6 @@ import numpy as np
 
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.calibration.loss import check_length, log_likelihoods, read, read_losses
-from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, prefill_step
 from mlx_kv.inspection import check_attention
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -30,7 +29,7 @@ from mlx_kv.policy import SINKS
 from . import tasks
 from .attention import attention_received, rank_correlation
 from .contexts import Context
-from .questions import QUESTIONS, case_of, python_texts, trial_of
+from .questions import QUESTIONS, Room, Talk, case_of, python_texts, trial_of
 from .results import Measurement, Settings
 from .tasks import Trial
 

@@ -52,7 +52,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.calibration.loss import log_likelihoods, read
-from mlx_kv.calibration.texts import Ask, Room, Talk, Tokens
+from mlx_kv.calibration.texts import Tokens
 from mlx_kv.cli.output import aligned, check_plot, duration, save_figure
 from mlx_kv.inspection import attention_weights
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
@@ -60,7 +60,7 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import SINKS
 
 from .measure import right_answers, right_without_context
-from .questions import case_of, python_texts, trial_of
+from .questions import Ask, Room, Talk, case_of, python_texts, trial_of
 
 NEWEST = 32  # newest tokens that are always read; those of a block that is not full come on top
 JUDGED = 128  # tokens of a text that are predicted after each length of context

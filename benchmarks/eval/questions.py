@@ -22,22 +22,109 @@ from mlx_kv.calibration.texts import (
     FACTS,
     MODULES,
     PEOPLE,
+    REMEMBER,
     WORDS,
-    Ask,
-    Case,
-    Room,
-    Talk,
     Tokens,
-    Turns,
     facts_about,
-    in_prose,
-    make_case,
-    people,
+    prose,
     python_prose,
     scatter,
 )
+from mlx_kv.calibration.texts import Talk as ChatTalk
 
 from .tasks import Trial
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question.
+
+    Attributes:
+        question: of the user.
+        reply: of the assistant, given parts and parts to be found in turns: "The sky is", " blue", ...
+        by_token: whether each token to be found that has a letter or digit counts as an answer; else each part does.
+    """
+
+    question: str
+    reply: tuple[str, ...]
+    by_token: bool = False
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Questions and replies in tokens.
+
+    Attributes:
+        tokens: of questions and replies, the parts to be found included.
+        answers: the answer that each token belongs to, counted from 1; 0 is none.
+    """
+
+    tokens: Tokens
+    answers: Tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """A context and the questions about it.
+
+    Attributes:
+        context: C tokens.
+        instruction: of the context, without its text.
+        asks: what is asked.
+        turns: the same in tokens: a question, its reply, the next question, ...
+    """
+
+    context: Tokens
+    instruction: Tokens
+    asks: tuple[Ask, ...]
+    turns: Turns
+
+
+class Talk(ChatTalk):
+    """Encodes the turns of a chat, and the replies to be found."""
+
+    def reply(self, ask: Ask, last: int, before: str = "") -> tuple[Tokens, Tokens]:
+        """A reply, and the answer that each of its tokens belongs to, numbered from `last` + 1."""
+        tokens: Tokens = []
+        answers: Tokens = []
+        for index, text in enumerate(ask.reply):
+            part = self.encode(text if index else before + text)
+            tokens += part
+            if index % 2 == 0:
+                answers += [0] * len(part)
+            elif ask.by_token:
+                answers += self._by_token(part, max([last, *answers]))
+            else:
+                answers += [last + 1] * len(part)
+        return tokens, answers
+
+    def _by_token(self, part: Tokens, last: int) -> Tokens:
+        """Each token with a letter or a digit is one answer."""
+        counts = [any(letter.isalnum() for letter in self.decode([token])) for token in part]
+        return [last + sum(counts[: i + 1]) if counts[i] else 0 for i in range(len(part))]
+
+
+@dataclass(frozen=True)
+class Room:
+    """The tokens of a context, and how many of the last ones every policy keeps."""
+
+    context: int
+    keep_recent: int
+
+
+def make_case(talk: Talk, instruction: str, text: Tokens, asks: Sequence[Ask]) -> Case:
+    """A user's message of an instruction and a text, and the questions about it."""
+    beginning = talk.beginning(instruction)
+    tokens: Tokens = []
+    answers: Tokens = []
+    for index, ask in enumerate(asks):
+        question = talk.question(ask.question, first=index == 0)
+        reply, numbers = talk.reply(ask, max(answers, default=0))
+        tokens += question + reply
+        answers += [0] * len(question) + numbers
+    return Case(beginning + text, beginning, tuple(asks), Turns(tokens, answers))
 
 
 def replies_after_all(talk: Talk, asks: Sequence[Ask]) -> tuple[Tokens, Turns]:
@@ -100,11 +187,10 @@ def functions_of(source: str) -> list[Function]:
 
 
 @cache
-def python_texts(prose: tuple[Path, ...] = ()) -> Texts:
-    """The reference and the library that come with this Python, or other prose instead of the reference.
+def python_texts() -> Texts:
+    """The reference and the library that come with this Python.
 
     Raises:
-        OSError, UnicodeError: a file that cannot be read.
         ValueError: this Python comes without them.
     """
     functions: list[Function] = []
@@ -114,7 +200,7 @@ def python_texts(prose: tuple[Path, ...] = ()) -> Texts:
             functions += functions_of(Path(spec.origin).read_text(encoding="utf-8"))
     if not functions:
         raise ValueError("this Python comes without the source of its library")
-    return Texts(python_prose(prose), tuple(functions))
+    return Texts(python_prose(), tuple(functions))
 
 
 # --- facts in prose ---------------------------------------------------------------------------------------------------
@@ -123,6 +209,32 @@ CHAINS = (
     ("has lost", "was found in", "Where was found what {} has lost?"),
     ("has found", "was sold to a museum in", "Where was sold what {} has found?"),
 )
+
+
+def in_prose(
+    rng: np.random.Generator,
+    talk: Talk,
+    lines: Sequence[str],
+    room: Room,
+    instruction: str,
+    facts: list[str],
+    asks: list[Ask],
+) -> Case:
+    length = room.context - len(talk.beginning(instruction))
+    pieces = [talk.encode(fact + "\n") for fact in facts]
+    text = scatter(rng, prose(rng, talk, lines), pieces, length, room.keep_recent)
+    return make_case(talk, instruction, text, asks)
+
+
+def people(rng: np.random.Generator, talk: Talk, lines: Sequence[str], room: Room, count: int) -> Case:
+    """`count` facts, with a question for each."""
+    facts = facts_about(rng, count)
+    asks = [
+        Ask(question.format(name), (f"{name} {verb}", f" {word}"))
+        for name, verb, word, question in [facts[i] for i in rng.permutation(count).tolist()]
+    ]
+    stated = [f"{name} {verb} {word}." for name, verb, word, _ in facts]
+    return in_prose(rng, talk, lines, room, REMEMBER, stated, asks)
 
 
 def needle(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
@@ -155,8 +267,7 @@ def tracking(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> 
         about_things.append(f"The {thing} {is_in} {place}.")
         reply = (f"{name} {has} the", f" {thing}", f". The {thing} {is_in}", f" {place}")
         asks.append(Ask(question.format(name), reply))
-    instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
-    return in_prose(rng, talk, texts.prose, room, instruction, about_people + about_things, asks)
+    return in_prose(rng, talk, texts.prose, room, REMEMBER, about_people + about_things, asks)
 
 
 # --- real texts, code and chats ---------------------------------------------------------------------------------------

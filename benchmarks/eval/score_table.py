@@ -35,7 +35,6 @@ from typing import Any
 from mlx_kv.cache.eviction.scores import score_names
 
 # isort: split
-from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.cli.output import duration
 from mlx_kv.files.calibration_file import load_calibration
 from mlx_kv.generation.prefill import Instructions
@@ -43,7 +42,7 @@ from mlx_kv.mlxlm.loading import load
 
 from . import quick_softmax
 from .measure import answers_of
-from .questions import QUESTIONS, case_of, python_texts, trial_of
+from .questions import QUESTIONS, Room, Talk, case_of, python_texts, trial_of
 from .results import Settings
 from .score_cells import Cell, Kept, Place, Table, places
 

@@ -16,9 +16,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.cache.codecs import Affine, Centre, CentredByLayer, Codec
+from mlx_kv.cache.codecs import Centre
 from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration
-from mlx_kv.calibration.texts import FACTS, Case, Room, Talk, people, python_prose
+from mlx_kv.calibration.texts import FactQuestions, Talk, fact_questions
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
@@ -26,8 +26,6 @@ from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, leaves
 from mlx_kv.policy import CachePolicy
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-
-Progress = Callable[[int, int], None]  # called with the tokens read, and all that will be
 
 
 def check_length(model: nn.Module, needed: int) -> None:
@@ -37,36 +35,22 @@ def check_length(model: nn.Module, needed: int) -> None:
         raise ValueError(f"{needed:,} tokens are read, but this model was made for {length:,}: give a shorter context")
 
 
-def read(
-    model: Callable[..., Any],
-    caches: Sequence[Any],
-    tokens: mx.array,
-    step: int,
-    progress: Progress | None = None,
-) -> None:
-    """Puts tokens (B, S) into caches in chunks, the last one included.
+def read(model: Callable[..., Any], caches: Sequence[Any], tokens: mx.array, step: int) -> None:
+    """Puts tokens (B, S) into caches in chunks of `step` tokens, the last one included.
 
     Args:
         model: or any function that reads tokens (B, n) into caches.
-        step: tokens of a chunk.
-        progress: called after each chunk.
     """
-    total = tokens.shape[1]
-    for first in range(0, total, step):
-        last = min(first + step, total)
-        read_chunk(model, caches, tokens[:, first:last])
-        if progress is not None:
-            progress(last, total)
+    for first in range(0, tokens.shape[1], step):
+        read_chunk(model, caches, tokens[:, first : first + step])
 
 
-def read_losses(
-    model: nn.Module, caches: Sequence[Any], text: mx.array, step: int, progress: Progress | None = None
-) -> np.ndarray:
+def read_losses(model: nn.Module, caches: Sequence[Any], text: mx.array, step: int) -> np.ndarray:
     """-log p of each token of texts (B, S + 1) after the first, in nats: (B, S) float32. Logits of one chunk are held.
 
     Args:
         caches: what the first S tokens are read into.
-        step, progress: as for `read`.
+        step: as for `read`.
     """
     chunk_losses: list[np.ndarray] = []
 
@@ -75,7 +59,7 @@ def read_losses(
         targets = text[:, done + 1 : done + 1 + tokens.shape[1]]
         chunk_losses.append(np.array(-log_likelihoods(model(tokens, cache=cache), targets)))
 
-    read(predict, caches, text[:, :-1], step, progress)
+    read(predict, caches, text[:, :-1], step)
     return np.concatenate(chunk_losses, axis=1)
 
 
@@ -95,13 +79,7 @@ PAIRS = ((4, 4), (5, 4), (6, 4), (8, 4), (6, 6), (8, 8))  # bits of keys and of 
 CANDIDATES = tuple(product(PAIRS, (64, 32)))  # with groups of so many
 
 
-def losses(
-    model: nn.Module,
-    tokens: Sequence[int],
-    policy: CachePolicy = PLAIN,
-    step: int | None = None,
-    progress: Progress | None = None,
-) -> np.ndarray:
+def losses(model: nn.Module, tokens: Sequence[int], policy: CachePolicy = PLAIN, step: int | None = None) -> np.ndarray:
     """-log p of every token of a text after the first, in nats: (n - 1,) float32.
 
     Logits of one chunk are in memory at a time. Each query sees keys and values as they are stored, its own included.
@@ -111,7 +89,6 @@ def losses(
         tokens: n of them.
         policy: of the caches that the text is read into.
         step: tokens of a chunk; None is the prefill step of generation.
-        progress: called after each chunk with the tokens read, and all that will be read.
 
     Raises:
         ValueError: a text that is too short to measure, or too long for the model; what `make_prompt_cache` refuses;
@@ -124,7 +101,7 @@ def losses(
         )
     check_length(model, len(tokens) - 1)
     caches = make_prompt_cache(model, policy)
-    of_row: np.ndarray = read_losses(model, caches, mx.array([tokens]), prefill_step(model, caches, step), progress)[0]
+    of_row: np.ndarray = read_losses(model, caches, mx.array([tokens]), prefill_step(model, caches, step))[0]
     return of_row
 
 
@@ -198,28 +175,11 @@ def measure_centres(model: nn.Module, tokens: Sequence[int]) -> tuple[Centre | N
     check_length(model, len(tokens))
     caches = make_prompt_cache(model, PLAIN)
     read(model, caches, mx.array([tokens]), prefill_step(model, caches, None))
-    return tuple(map(_centre, leaves(caches)))
-
-
-def _centre(cache: Any) -> Centre | None:
-    if not is_ours(cache) or cache.keys is None:
-        return None
-    keys, _ = cache.keys_and_values()
-    assert isinstance(keys, mx.array), "plain keys are not packed"
-    return Centre.of(keys)
-
-
-def centred(model: nn.Module, tokens: Sequence[int], codec: Codec | None = None) -> CentredByLayer:
-    """A codec of keys that subtracts their mean over a text before quantisation.
-
-    Args:
-        tokens: as of `measure_centres`.
-        codec: of the differences; None is 4 bits in groups of 64, rotated.
-
-    Raises:
-        ValueError: as `measure_centres`.
-    """
-    return CentredByLayer(measure_centres(model, tokens), codec or Affine(4, 64, rotate=True))
+    centres: list[Centre | None] = []
+    for cache in leaves(caches):
+        keys: Any = cache.keys_and_values()[0] if is_ours(cache) and cache.keys is not None else None
+        centres.append(None if keys is None else Centre.of(keys))
+    return tuple(centres)
 
 
 # --- answers under a budget -------------------------------------------------------------------------------------------
@@ -254,9 +214,9 @@ def measure_answers(
     policies = [PLAIN, *(CachePolicy(budget=n, calibration=each) for n in budgets for each in (None, calibration))]
     right, questions = np.zeros(len(policies), np.int64), 0
     for row in range(CASES):
-        case = people(np.random.default_rng(row), talk, python_prose(), Room(context, KEEP_RECENT), len(FACTS))
-        questions += max(case.turns.answers)
-        right += [count_right(model, case, caches) for caches in compressed(model, case.context, policies)]
+        asked = fact_questions(np.random.default_rng(row), talk, context, KEEP_RECENT)
+        questions += max(asked.answers)
+        right += [count_right(model, asked, caches) for caches in compressed(model, asked.context, policies)]
         progress()
     full, *others = (right / questions).tolist()
     rows = zip(budgets, others[::2], others[1::2], strict=True)
@@ -291,9 +251,9 @@ def compressed(model: nn.Module, tokens: Sequence[int], policies: Sequence[Cache
         yield caches
 
 
-def count_right(model: nn.Module, case: Case, caches: Sequence[Any]) -> int:
-    """How many answers of a case the model predicts, each token of them."""
-    logits = model(mx.array([case.turns.tokens]), cache=caches)[0, :-1]  # (S - 1, V)
-    right = np.array(mx.argmax(logits, axis=-1)) == np.array(case.turns.tokens[1:])
-    numbers = np.array(case.turns.answers[1:])
+def count_right(model: nn.Module, asked: FactQuestions, caches: Sequence[Any]) -> int:
+    """How many answers the model predicts, each token of them."""
+    logits = model(mx.array([asked.tokens]), cache=caches)[0, :-1]  # (S - 1, V)
+    right = np.array(mx.argmax(logits, axis=-1)) == np.array(asked.tokens[1:])
+    numbers = np.array(asked.answers[1:])
     return sum(bool(right[numbers == n].all()) for n in range(1, numbers.max() + 1))

@@ -4,10 +4,9 @@ Calibration reads code and documentation that come with Python and NumPy, and th
 package. They share no text with the questions, whose prose is the reference that comes with Python, nor with
 `benchmarks/eval`.
 
-A case is one context of C tokens with one or more asks: a question of the user, and a reply with given parts and parts
-to be found. What must be found is never among the last `keep_recent` tokens of a context, nor among the first ones,
-which are those of the chat and of the instruction. The wording was chosen so that SmolLM2-135M-Instruct gives nine of
-ten answers right with all of a context in its cache.
+Facts are never among the last `keep_recent` tokens of a context, nor among the first ones, which are those of the chat
+and of the instruction. The wording was chosen so that SmolLM2-135M-Instruct gives nine of ten answers right with all of
+a context in its cache.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,52 +30,7 @@ Tokens = list[int]
 MARKS = ("<first>", "<second>", "<third>")  # in place of the messages, to find what a chat template puts between them
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One question.
-
-    Attributes:
-        question: of the user.
-        reply: of the assistant, given parts and parts to be found in turns: "The sky is", " blue", ...
-        by_token: whether each token to be found that has a letter or digit counts as an answer; else each part does.
-    """
-
-    question: str
-    reply: tuple[str, ...]
-    by_token: bool = False
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Questions and replies in tokens.
-
-    Attributes:
-        tokens: of questions and replies, the parts to be found included.
-        answers: the answer that each token belongs to, counted from 1; 0 is none.
-    """
-
-    tokens: Tokens
-    answers: Tokens
-
-
-@dataclass(frozen=True)
-class Case:
-    """A context and the questions about it.
-
-    Attributes:
-        context: C tokens.
-        instruction: of the context, without its text.
-        asks: what is asked.
-        turns: the same in tokens: a question, its reply, the next question, ...
-    """
-
-    context: Tokens
-    instruction: Tokens
-    asks: tuple[Ask, ...]
-    turns: Turns
+# --- chats ------------------------------------------------------------------------------------------------------------
 
 
 class Talk:
@@ -120,34 +73,6 @@ class Talk:
     def question(self, text: str, first: bool) -> Tokens:
         """A question at the end of the first message, or as a message of its own; up to where the answer begins."""
         return self.encode(("\n\n" if first else self._again) + text + self._answer)
-
-    def reply(self, ask: Ask, last: int, before: str = "") -> tuple[Tokens, Tokens]:
-        """A reply, and the answer that each of its tokens belongs to, numbered from `last` + 1."""
-        tokens: Tokens = []
-        answers: Tokens = []
-        for index, text in enumerate(ask.reply):
-            part = self.encode(text if index else before + text)
-            tokens += part
-            if index % 2 == 0:
-                answers += [0] * len(part)
-            elif ask.by_token:
-                answers += self._by_token(part, max([last, *answers]))
-            else:
-                answers += [last + 1] * len(part)
-        return tokens, answers
-
-    def _by_token(self, part: Tokens, last: int) -> Tokens:
-        """Each token with a letter or a digit is one answer."""
-        counts = [any(letter.isalnum() for letter in self.decode([token])) for token in part]
-        return [last + sum(counts[: i + 1]) if counts[i] else 0 for i in range(len(part))]
-
-
-@dataclass(frozen=True)
-class Room:
-    """The tokens of a context, and how many of the last ones every policy keeps."""
-
-    context: int
-    keep_recent: int
 
 
 def take(units: Iterable[Tokens], length: int) -> list[Tokens]:
@@ -192,19 +117,6 @@ def scatter(
     return text
 
 
-def make_case(talk: Talk, instruction: str, text: Tokens, asks: Sequence[Ask]) -> Case:
-    """A user's message of an instruction and a text, and the questions about it."""
-    beginning = talk.beginning(instruction)
-    tokens: Tokens = []
-    answers: Tokens = []
-    for index, ask in enumerate(asks):
-        question = talk.question(ask.question, first=index == 0)
-        reply, numbers = talk.reply(ask, max(answers, default=0))
-        tokens += question + reply
-        answers += [0] * len(question) + numbers
-    return Case(beginning + text, beginning, tuple(asks), Turns(tokens, answers))
-
-
 # --- prose ------------------------------------------------------------------------------------------------------------
 
 MODULES = (
@@ -228,21 +140,17 @@ def paragraphs(text: str) -> list[str]:
 
 
 @cache
-def python_prose(files: tuple[Path, ...] = ()) -> tuple[str, ...]:
-    """Paragraphs of the reference that comes with this Python, or of other files.
+def python_prose() -> tuple[str, ...]:
+    """Paragraphs of the reference that comes with this Python.
 
     Raises:
-        OSError, UnicodeError: a file that cannot be read.
         ValueError: this Python comes without it.
     """
-    pages = [path.read_text(encoding="utf-8") for path in files]
-    if not pages:
-        try:
-            from pydoc_data.topics import topics
-        except ImportError as error:
-            raise ValueError("this Python comes without its reference: give a text") from error
-        pages = [topics[name] for name in sorted(topics)]
-    return tuple(line for page in pages for line in paragraphs(page))
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError("this Python comes without its reference: give a text") from error
+    return tuple(line for name in sorted(topics) for line in paragraphs(topics[name]))
 
 
 # --- facts in prose ---------------------------------------------------------------------------------------------------
@@ -268,6 +176,9 @@ FACTS = (
 )
 
 
+REMEMBER = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
+
+
 def prose(rng: np.random.Generator, talk: Talk, lines: Sequence[str]) -> Iterator[Tokens]:
     """Paragraphs in their order, from a random one, repeated without end."""
     first = int(rng.integers(len(lines)))
@@ -275,19 +186,17 @@ def prose(rng: np.random.Generator, talk: Talk, lines: Sequence[str]) -> Iterato
         yield talk.encode(lines[index % len(lines)] + "\n")
 
 
-def in_prose(
-    rng: np.random.Generator,
-    talk: Talk,
-    lines: Sequence[str],
-    room: Room,
-    instruction: str,
-    facts: list[str],
-    asks: list[Ask],
-) -> Case:
-    length = room.context - len(talk.beginning(instruction))
-    pieces = [talk.encode(fact + "\n") for fact in facts]
-    text = scatter(rng, prose(rng, talk, lines), pieces, length, room.keep_recent)
-    return make_case(talk, instruction, text, asks)
+class FactQuestions(NamedTuple):
+    """A context with facts about people, and questions about them.
+
+    Attributes:
+        tokens: of the questions and their replies: a question, its reply, the next question, ...
+        answers: the answer that each of these tokens belongs to, counted from 1; 0 is none.
+    """
+
+    context: Tokens
+    tokens: Tokens
+    answers: Tokens
 
 
 def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, str, str]]:
@@ -300,17 +209,22 @@ def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, st
     ]
 
 
-def people(rng: np.random.Generator, talk: Talk, lines: Sequence[str], room: Room, count: int) -> Case:
-    """`count` facts, with a question for each."""
-    facts = facts_about(rng, count)
-    asks = [
-        Ask(question.format(name), (f"{name} {verb}", f" {word}"))
-        for name, verb, word, question in [facts[i] for i in rng.permutation(count).tolist()]
-    ]
-    instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
-    return in_prose(
-        rng, talk, lines, room, instruction, [f"{name} {verb} {word}." for name, verb, word, _ in facts], asks
-    )
+def fact_questions(rng: np.random.Generator, talk: Talk, length: int, keep_recent: int) -> FactQuestions:
+    """A context of so many tokens with a fact of each kind, and a question for each."""
+    facts = facts_about(rng, len(FACTS))
+    asked = [facts[i] for i in rng.permutation(len(facts)).tolist()]
+    beginning = talk.beginning(REMEMBER)
+    pieces = [talk.encode(f"{name} {verb} {word}.\n") for name, verb, word, _ in facts]
+    filler = prose(rng, talk, python_prose())
+    context = beginning + scatter(rng, filler, pieces, length - len(beginning), keep_recent)
+    tokens: Tokens = []
+    answers: Tokens = []
+    for number, (name, verb, word, question) in enumerate(asked, start=1):
+        given = talk.question(question.format(name), first=number == 1) + talk.encode(f"{name} {verb}")
+        answer = talk.encode(f" {word}")
+        tokens += given + answer
+        answers += [0] * len(given) + [number] * len(answer)
+    return FactQuestions(context, tokens, answers)
 
 
 # --- texts of a calibration -------------------------------------------------------------------------------------------

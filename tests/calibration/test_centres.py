@@ -7,12 +7,13 @@ import base64
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibrations import centred
 from mlx_lm.models.cache import make_prompt_cache as stock_caches
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, Calibration, KVCache, codec_names, make_prompt_cache
 from mlx_kv.cache.codecs import Affine, Centre, Centred, find_codec, in_words
-from mlx_kv.calibration.loss import bytes_per_token, centred, losses, measure_centres
+from mlx_kv.calibration.loss import bytes_per_token, losses, measure_centres
 
 TEXT = np.random.default_rng(0).integers(2, 90, size=150).tolist()
 FOUR = Affine(4, 32, rotate=True)

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from calibrations import centred
 from going_on import AFTER, DTYPES, KINDS, POLICIES, PROMPT, feed, go_on, tokens_of
 from mlx_lm.models import cache as stock
 from oracle import attend, live_slots
@@ -29,7 +30,6 @@ from mlx_kv import (
 )
 from mlx_kv.cache.codecs import Affine
 from mlx_kv.cache.eviction import scores
-from mlx_kv.calibration.loss import centred
 from mlx_kv.files import tensor_files
 from mlx_kv.files.serialization import check_fingerprint, model_fingerprint
 from mlx_kv.mlxlm.traverse import attention_caches, leaves

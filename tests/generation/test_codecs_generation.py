@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from calibrations import centred
 from mlx_lm.generate import generate_step
 
 import mlx_kv
 from mlx_kv.cache import attention
 from mlx_kv.cache.attention import Packed
 from mlx_kv.cache.codecs import Affine
-from mlx_kv.calibration.loss import centred
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
 

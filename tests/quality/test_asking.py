@@ -15,11 +15,10 @@ from tiny_models import make_model
 from benchmarks.eval import measure as evaluation
 from benchmarks.eval.contexts import Context
 from benchmarks.eval.measure import answers_of, evaluate, fill, right_answers, right_without_context, tokens_read
-from benchmarks.eval.questions import QUESTIONS, case_of, python_texts, replies_after_all, trial_of
+from benchmarks.eval.questions import QUESTIONS, Room, Talk, case_of, python_texts, replies_after_all, trial_of
 from benchmarks.eval.results import Settings
 from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.calibration import loss
-from mlx_kv.calibration.texts import Room, Talk
 from mlx_kv.mlxlm.traverse import compact
 
 SETTINGS = Settings(budgets=(60,), scores=("key_norm",), rows=1, context=600, seeds=1, seen=(False, True))

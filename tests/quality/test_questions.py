@@ -9,8 +9,21 @@ import numpy as np
 import pytest
 from characters import Characters
 
-from benchmarks.eval.questions import QUESTIONS, Function, Texts, case_of, functions_of, python_texts, replies_after_all
-from mlx_kv.calibration.texts import Ask, Room, Talk, make_case, paragraphs, scatter
+from benchmarks.eval.questions import (
+    QUESTIONS,
+    Ask,
+    Function,
+    Room,
+    Talk,
+    Texts,
+    case_of,
+    functions_of,
+    make_case,
+    people,
+    python_texts,
+    replies_after_all,
+)
+from mlx_kv.calibration.texts import fact_questions, paragraphs, python_prose, scatter
 
 ROOM = Room(context=1500, keep_recent=64)
 FACTS = ("needle", "needles", "many_needles", "tracking", "chat")
@@ -112,6 +125,14 @@ def test_a_chat_says_turns_as_its_template_does() -> None:
     case = make_case(plain, "Read. ", plain.encode("Text."), [Ask("Who?", ("It is", " me"))] * 2)
     whole = plain.decode([*case.context, *case.turns.tokens])
     assert whole == "Read. Text.\n\nWho?\nAnswer:It is me\n\nQuestion: Who?\nAnswer:It is me"
+
+
+@pytest.mark.parametrize("template", [None, "there is one"])
+def test_the_report_of_a_calibration_asks_for_six_facts(template: str | None) -> None:
+    talk = Talk(Characters(template))
+    case = people(np.random.default_rng(3), talk, python_prose(), ROOM, 6)
+    asked = fact_questions(np.random.default_rng(3), talk, ROOM.context, ROOM.keep_recent)
+    assert asked == (case.context, case.turns.tokens, case.turns.answers)
 
 
 def test_pieces_stand_between_units_and_all_of_them_are_there() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+from calibrations import centred
 from serving import LONG, cached, check_error, running
 
 from mlx_kv import CachePolicy
 from mlx_kv.cache.codecs import Affine
-from mlx_kv.calibration.loss import centred
 
 
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(budget=300)], ids=["full", "budget"])
