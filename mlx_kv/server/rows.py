@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -191,7 +191,7 @@ class Rows:
     """The jobs that have a row, from when they get one to their last token.
 
     Args:
-        call: schedules a function in the worker's thread; called from others.
+        wake: called from any thread when `step` has something to do.
         deliver: called with the output of each step.
         group: the ranks of which this is the first; None is a single machine.
 
@@ -210,7 +210,7 @@ class Rows:
         settings: WorkerSettings,
         policy: CachePolicy,
         monitor: Monitor,
-        call: Callable[[Callable[[], None]], None],
+        wake: Callable[[], None],
         deliver: Callable[[list[OutputChunk]], None],
         group: RankGroup | None = None,
     ) -> None:
@@ -218,13 +218,12 @@ class Rows:
         self._monitor, self._metrics, self._output, self._group = monitor, monitor.metrics, deliver, group
         self._instructions = Instructions.for_policy(policy, models.tokenizer, models.model)
         self.active: dict[int, Job] = {}
-        self._lookups: set[Job] = set()  # jobs whose prompt is looked up
         self._make_engine()
         try:
             self.prefixes = TieredPrefixes(
                 PromptMemory(settings.prompt_memory_bytes),
                 None if settings.open_store is None else settings.open_store(models),
-                call,
+                wake,
                 lambda: settings.fingerprint(models, policy, self.engine),
             )
             drafts = models.draft is not None or settings.drafting.drafter is not None
@@ -283,19 +282,7 @@ class Rows:
     def add(self, job: Job) -> None:
         """Gives a job a row."""
         self.active[job.number], job.has_row = job, True  # from here on, a failure ends it
-        self._start(job)
-
-    def _start(self, job: Job) -> None:
-        if self._settings.keeps_prompts and job not in self._lookups:  # else it is being looked up already
-            self._lookups.add(job)
-            self.prefixes.look_up(job.to_read, partial(self._submit_if_active, job))
-        elif not self._settings.keeps_prompts:
-            self._submit(job)
-
-    def _submit_if_active(self, job: Job, caches: list[Any] | None, count: int) -> None:
-        self._lookups.discard(job)
-        if job.number in self.active:
-            self._submit(job, caches, count)
+        self.prefixes.request(job)
 
     def _started(self, job: Job, sequence: TokenSequence) -> None:
         """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
@@ -314,11 +301,14 @@ class Rows:
         job.on_match()
 
     def step(self) -> None:
-        """Makes one step, and delivers its output."""
+        """Starts the jobs whose prompts have been looked up, makes one step, and delivers its output."""
+        for job, caches, count in self.prefixes.look_up():
+            if job.number in self.active:
+                self._submit(job, caches, count)
         if self.engine.busy:
             self._deliver(self.engine.step())
 
-    def _submit(self, job: Job, caches: list[Any] | None = None, count: int = 0) -> None:
+    def _submit(self, job: Job, caches: list[Any] | None, count: int) -> None:
         """Submits a job to the engine, with caches that have read so many tokens of its prompt."""
         sampler = job.sampling.sampler(len(job.to_read), self._models.tokenizer)
         before, tokens, max_tokens = job.to_read[:count], job.to_read[count:], job.max_tokens - job.resumed
@@ -418,7 +408,7 @@ class Rows:
         self._restart()
         for job in self.active.values():
             job.resume()
-            self._start(job)
+            self.prefixes.request(job)
 
     def _end_one(self) -> None:
         """Ends the newest job without an answer, else the longest, since memory has run out."""
@@ -455,85 +445,78 @@ class Rows:
 
 
 class TieredPrefixes:
-    """Cached prefixes, for one thread.
+    """Cached prefixes, for one thread: in memory, and in a store, whose files another thread reads and writes.
 
     Args:
         store: None keeps prefixes in memory only.
-        call: schedules a function in that thread; called from others.
+        wake: called from any thread when `look_up` has something to do.
         fingerprint: identifies model and policy; used if memory or store were made without a fingerprint.
     """
 
     def __init__(
-        self,
-        memory: PromptMemory,
-        store: PromptStore | None,
-        call: Callable[[Callable[[], None]], None],
-        fingerprint: Callable[[], str],
+        self, memory: PromptMemory, store: PromptStore | None, wake: Callable[[], None], fingerprint: Callable[[], str]
     ) -> None:
         memory.bind(fingerprint)
         if store is not None:
             store.bind(fingerprint)
             if store.other_versions:
                 log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
-        self.memory, self.store, self._call = memory, store, call
+        self.memory, self.store, self._wake = memory, store, wake
         self._disk = ThreadPoolExecutor(1, "mlx-kv disk")
-        self._pending = 0  # bytes waiting to be written
+        self._requests: list[Job] = []  # whose prompts are to be looked up
+        self._load: tuple[Job, Future[StoredPrompt | None]] | None = None  # what the disk reads, and for which job
         self._refreshed = -REFRESH_EVERY  # time of the last look at entries of other processes
-        self._loading = False  # whether the disk looks for a prompt
-        self._lookups: list[tuple[list[int], Callable[[list[Any] | None, int], None]]] = []  # that wait for that
+        self._writes: list[tuple[int, Future[None]]] = []  # bytes of each entry that is yet to be written
         self._refused = False  # the last entry could not be written
         self._retry_at = 0.0  # time of the next attempt
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def look_up(self, tokens: list[int], deliver: Callable[[list[Any] | None, int], None]) -> None:
-        """Calls `deliver` with caches of the longest cached prefix of a prompt, and its length, or with None and 0.
+    def request(self, job: Job) -> None:
+        """Makes a later `look_up` return the job, unless one will already."""
+        if job not in self._requests and (self._load is None or self._load[0] is not job):
+            self._requests.append(job)
+            self._wake()
 
-        It is called at once, unless the store may have much more of the prompt than memory has, or was not looked at
-        for a while: other processes may have added entries.
+    def look_up(self) -> Iterator[tuple[Job, list[Any] | None, int]]:
+        """Requested jobs, each with caches of the longest cached prefix of its prompt and its length, or None and 0.
+
+        A job comes later if the store may have much more of its prompt than memory has, or was not looked at for a
+        while: other processes may have added entries.
         """
-        store, min_tokens = self.store, (self._attempt(lambda: self.memory.serves(tokens)) or 0) + MIN_SHARED
-        is_stale = time.monotonic() - self._refreshed > REFRESH_EVERY
-        if store is None or len(tokens) <= min_tokens:
-            deliver(*self.find(tokens))
-        elif self._loading:  # what is being loaded may serve this prompt, too
-            self._lookups.append((tokens, deliver))
-        elif is_stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= min_tokens:
-            self._loading = True
-            self._refreshed = time.monotonic() if is_stale else self._refreshed
-
-            def load() -> StoredPrompt | None:
-                if is_stale:
-                    store.refresh()
-                return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
-
-            self._on_disk(load, partial(self._finish_load, store, tokens, deliver))
-        else:
-            deliver(*self.find(tokens))
+        store = self.store
+        if store is not None and self._load is not None and self._load[1].done():
+            (job, load), self._load = self._load, None
+            stored = load.result()
+            caches = None if stored is None else self._attempt(partial(store.restore, stored))
+            if stored is None or caches is None:
+                yield job, *self.find(job.to_read)
+            else:
+                self._attempt(partial(self.memory.keep, job.to_read[: stored.count], caches))
+                yield job, caches, stored.count
+        requests, self._requests = self._requests, []
+        for job in requests:
+            tokens, min_tokens = job.to_read, self._serves(self.memory, job.prompt) + MIN_SHARED
+            is_stale = time.monotonic() - self._refreshed > REFRESH_EVERY
+            if store is None or len(tokens) <= min_tokens:
+                yield job, *self.find(tokens)
+            elif self._load is not None:  # what is being loaded may serve this prompt, too
+                self._requests.append(job)
+            elif is_stale or self._serves(store, job.prompt) >= min_tokens:
+                self._refreshed = time.monotonic() if is_stale else self._refreshed
+                self._load = job, self._on_disk(partial(self._fetch, store, tokens, min_tokens, is_stale))
+                self._load[1].add_done_callback(lambda _: self._wake())
+            else:
+                yield job, *self.find(tokens)
 
     def find(self, tokens: list[int], above: int = 0) -> tuple[list[Any] | None, int]:
         """Caches of the longest prefix in memory, and its length; None and 0 if it is not much longer than `above`."""
-        if above and (self._attempt(lambda: self.memory.serves(tokens)) or 0) < above + MIN_SHARED:
+        if above and self._serves(self.memory, tokens) < above + MIN_SHARED:
             return None, 0
-        return self._attempt(lambda: self.memory.find(tokens)) or (None, 0)
+        return self._attempt(partial(self.memory.find, tokens)) or (None, 0)
 
-    def _finish_load(
-        self,
-        store: PromptStore,
-        tokens: list[int],
-        deliver: Callable[[list[Any] | None, int], None],
-        stored: StoredPrompt | None,
-    ) -> None:
-        self._loading = False
-        lookups, self._lookups = self._lookups, []
-        for lookup in lookups:
-            self._call(partial(self.look_up, *lookup))
-        caches = None if stored is None else self._attempt(lambda: store.restore(stored))
-        if stored is None or caches is None:
-            deliver(*self.find(tokens))
-            return
-        self._attempt(lambda: self.memory.keep(tokens[: stored.count], caches))
-        deliver(caches, stored.count)
+    def _serves(self, prefixes: PromptMemory | PromptStore, tokens: Sequence[int]) -> int:
+        return self._attempt(lambda: prefixes.serves(tokens)) or 0
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -547,11 +530,18 @@ class TieredPrefixes:
         new = store.pack(tokens, caches)
         if new is None:
             return
-        if self._pending and self._pending + new.caches.nbytes > MAX_PENDING:
+        self._writes = [(nbytes, write) for nbytes, write in self._writes if not write.done()]
+        if self._writes and sum(nbytes for nbytes, _ in self._writes) + new.caches.nbytes > MAX_PENDING:
             log.warning("the prompt store cannot keep up: one prompt was not stored")
             return
-        self._count_pending(new.caches.nbytes)
-        self._on_disk(lambda: self._write(store, new), lambda written: self._count_pending(-new.caches.nbytes))
+        self._writes.append((new.caches.nbytes, self._on_disk(partial(self._write, store, new))))
+
+    # --- in the disk's thread -----------------------------------------------------------------------------------------
+
+    def _fetch(self, store: PromptStore, tokens: list[int], min_tokens: int, refresh: bool) -> StoredPrompt | None:
+        if refresh:
+            store.refresh()
+        return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
 
     def _write(self, store: PromptStore, new: PackedEntry) -> None:
         """Writes an entry. If the disk refuses it, none is written for a while, and that is logged once.
@@ -575,23 +565,15 @@ class TieredPrefixes:
                     fix,
                 )
 
-    def _count_pending(self, nbytes: int) -> None:
-        self._pending += nbytes
-
-    # --- the disk's thread --------------------------------------------------------------------------------------------
-
-    def _on_disk(self, task: Callable[[], T], then: Callable[[T | None], None]) -> None:
-        """Runs a task in the disk's thread, then `then` in the worker's; with None if the task failed."""
-
-        def run() -> None:
-            result = self._attempt(task, BaseException)  # SystemExit, too: it would be lost in that thread
-            self._call(lambda: then(result))
-
+    def _on_disk(self, task: Callable[[], T]) -> Future[T | None]:
+        """Runs a task in the disk's thread; its result is None if it failed."""
         try:
-            self._disk.submit(run)
+            return self._disk.submit(self._attempt, task, BaseException)  # SystemExit, too: it would be lost there
         except RuntimeError as error:  # closed, or no thread could be started
             log.warning("the prompt store could not be used: %s", error)
-            self._call(lambda: then(None))
+            failed: Future[T | None] = Future()
+            failed.set_result(None)
+            return failed
 
     def _attempt(self, function: Callable[[], T], errors: type[BaseException] = Exception) -> T | None:
         """The result of a function; None, and a warning, if it fails."""

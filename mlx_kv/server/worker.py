@@ -207,7 +207,7 @@ class Worker:
             settings,
             self.policy,
             self.monitor,
-            self._inbox.put,
+            partial(self._inbox.put, lambda: None),
             lambda chunks: self.deliver(chunks),
             self.group,
         )

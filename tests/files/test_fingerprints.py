@@ -14,6 +14,7 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
 from mlx_kv.prefixes.reader import cache_format
+from mlx_kv.server.output import Job
 from mlx_kv.server.rows import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
@@ -130,19 +131,18 @@ def test_whatever_fails_in_the_server_costs_a_prompt_its_time_and_no_more(
     broken: Any = Breaks(error)
     memory = broken if which != "store" else PromptMemory()
     store = broken if which != "memory" else PromptStore(tmp_path)
-    called: list[Callable[[], None]] = []
-    ended: list[int] = []
-    prompts = TieredPrefixes(memory, store, called.append, lambda: "mine")
+    prompts = TieredPrefixes(memory, store, lambda: None, lambda: "mine")
     caches = read(None).caches
     with caplog.at_level(logging.WARNING):
         prompts.keep(TOKENS[:199], caches)
-        prompts.look_up(TOKENS, lambda caches, count: ended.append(count))
+        prompts.request(Job(TOKENS, 1))
+        found = list(prompts.look_up())
         prompts.close()
-        prompts.look_up(TOKENS, lambda caches, count: ended.append(count))
-        while called:
-            called.pop(0)()
+        prompts.request(Job(TOKENS, 1))
+        found += [*prompts.look_up(), *prompts.look_up()]
+    ended = [count for _, _, count in found]
     assert ended == {"store": [199, 199], "memory": [199, 0], "both": [0, 0]}[which]  # where one works, it serves
-    assert prompts._pending == 0
+    assert all(write.done() for _, write in prompts._writes)
     assert caplog.records
     assert not any("\n" in record.getMessage() for record in caplog.records)
     with contextlib.suppress(RuntimeError):

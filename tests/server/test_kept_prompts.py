@@ -161,9 +161,8 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
             answer = other.result().json()
         else:
             slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(
-                lambda: server.metrics.total("prefix_misses") > 0 or server.worker._rows.prefixes._loading
-            )
+            prefixes = server.worker._rows.prefixes
+            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or prefixes._load is not None)
             if trouble == "slow":
                 server.complete("class A:\n    ", 30)
                 assert not slow.done()
@@ -185,7 +184,7 @@ def test_all_is_written_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixt
             return super().write(new)
 
     store = Slow(tmp_path, fingerprint="mine")
-    prefixes = rows.TieredPrefixes(PromptMemory(fingerprint="mine"), store, lambda call: None, lambda: "mine")
+    prefixes = rows.TieredPrefixes(PromptMemory(fingerprint="mine"), store, lambda: None, lambda: "mine")
     caches = [KVCache()]
     caches[0].update_and_fetch(mx.zeros((1, 1, 99, 32)), mx.zeros((1, 1, 99, 32)))
     for tokens in (range(99), range(1, 100)):
