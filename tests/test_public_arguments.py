@@ -164,7 +164,6 @@ def test_a_text_of_another_models_tokenizer_is_refused(reference: Reference) -> 
 EVALUATION = {
     "losses": loss.losses,
     "measure_centres": loss.measure_centres,
-    "centred": loss.centred,
     "inspect_prompt": lambda model, ids: inspection.inspect_prompt(model, ids, CachePolicy(budget=80)),
     "attention_of_last": inspection.attention_of_last,
 }
