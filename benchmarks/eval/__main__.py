@@ -7,14 +7,16 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from tqdm import tqdm
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import short_name
-from mlx_kv.cli.options import EXISTING_FILE, command, option
+from mlx_kv.cli.options import EXISTING_FILE, Parsed, command, option, read_numbers
 from mlx_kv.cli.output import Progress, aligned, check_plot, save_figure
 from mlx_kv.cli.policy import STORAGE, PolicyOptions, policy_options
 from mlx_kv.settings import option_value
@@ -46,17 +48,12 @@ def split(value: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
-def read_budgets(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+def read_budgets(text: str) -> tuple[int, ...]:
     """Numbers of tokens, separated by commas."""
-    words = split(value)
-    for word in words:
-        if not (word.isascii() and word.isdecimal() and len(word) <= 9 and int(word) >= 1):
-            raise click.BadParameter(f"{word!r} is not a budget: give tokens from 1 up, such as 64,128,256")
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(sorted(set(read_numbers(text, "a budget: give tokens from 1 up, such as 64,128,256"))))
 
 
-def read_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    return split(value)
+names_option = partial(option, metavar="NAME,NAME", show_default=True, type=Parsed(split))
 
 
 def read_text(file: Path | None) -> str:
@@ -134,25 +131,19 @@ def prepare(
     default="64,128,256",
     show_default=True,
     metavar="N,N",
-    callback=read_budgets,
+    type=Parsed(read_budgets),
     summary="Tokens kept of each context.",
     help="Tokens that full-attention layers keep of each context.",
 )
-@option(
+@names_option(
     "--scores",
     default="key_diff,key_norm,recent,random,key_norm_high",
-    show_default=True,
-    metavar="NAME,NAME",
-    callback=read_names,
     summary="Scores that choose the tokens.",
     help="Scores that choose the tokens; NAME@ALLOCATION compares allocations: key_diff@calibrated.",
 )
-@option(
+@names_option(
     "--tasks",
     default="passkey,recall,copy,perplexity,correlation",
-    show_default=True,
-    metavar="NAME,NAME",
-    callback=read_names,
     summary="Tasks; --help-all lists them.",
     help="What is asked; correlation compares scores with attention. Of language models also needle, needles, "
     "many_needles, tracking, passages, code, editing, chat.",
@@ -262,7 +253,7 @@ def evaluate_command(
 
         def show(text: str) -> None:
             if not as_json:
-                progress.say(text)
+                tqdm.write(text)
 
         show(f"{name}: {describe_settings(settings)}")
         first = 0  # of the measurements of a task

@@ -13,7 +13,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import ModelOptions, short_name
-from mlx_kv.cli.options import command, option, options
+from mlx_kv.cli.options import command, json_option, option, options
 from mlx_kv.cli.output import Progress, aligned, file_errors, human_bytes, say
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def answers_lines(answers: Mapping[str, Any]) -> list[str]:
     help="File for the calibration.  [default: MODEL.kvcal.safetensors beside the model, else in the cache folder]",
 )
 @option("--force", is_flag=True, section="Output", help="Replace a file that is no calibration, too.")
-@option("--json", "as_json", is_flag=True, section="Output", summary="Print one JSON object.")
+@json_option
 def calibrate_command(
     name: str | None,
     model: str | None,

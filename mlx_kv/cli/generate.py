@@ -21,7 +21,7 @@ from mlx_kv.cli.model import (
     note_context,
     unseeded_sampler,
 )
-from mlx_kv.cli.options import EXISTING_FILE, LEADERS_FILE, command, given_options, option, options
+from mlx_kv.cli.options import EXISTING_FILE, LEADERS_FILE, command, given_options, json_option, option, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
 from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import Machine, on_each_rank
@@ -29,7 +29,6 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
-    from mlx_kv.generation.grammar import Constraint
     from mlx_kv.generation.settings import LogitsProcessor
 
 
@@ -68,9 +67,8 @@ class FormatOptions:
     regex: str | None = setting(
         None,
         option="--regex",
-        summary="Pattern that the whole answer matches.",
+        summary="Regular expression of the whole answer.",
         metavar="PATTERN",
-        help="Regular expression that the whole answer matches.",
     )
     grammar: Path | None = setting(
         None,
@@ -86,26 +84,6 @@ class FormatOptions:
             one, other, *_ = (f"--{name.replace('_', '-')}" for name in formats)
             raise click.UsageError(f"{one} and {other} both describe the answer: give one")
 
-    @property
-    def constraint(self) -> Constraint | None:
-        """The constraint of the library; None for any answer.
-
-        Raises:
-            click.BadParameter: a file that is no JSON.
-        """
-        from mlx_kv.generation import grammar as constraints
-
-        if self.regex is not None:
-            return constraints.regex(self.regex)
-        if self.grammar is not None:
-            return constraints.grammar(self.grammar.read_text())
-        if self.json_schema is None:
-            return None
-        try:
-            return constraints.json_schema(json.loads(self.json_schema.read_text()))
-        except (ValueError, RecursionError) as error:
-            raise click.BadParameter(f"{self.json_schema} is not JSON: {error}", param_hint="--json-schema") from None
-
     def processors(self, tokenizer: Any, prompt: Sequence[int], before: int, chat: bool) -> tuple[LogitsProcessor, ...]:
         """The logits processors that keep the answer to the format.
 
@@ -116,12 +94,23 @@ class FormatOptions:
 
         Raises:
             ValueError: the format cannot be compiled, and why.
+            click.BadParameter: a file that is no JSON.
         """
-        constraint = self.constraint
-        if constraint is None:
+        if self.regex is None and self.grammar is None and self.json_schema is None:
             return ()
-        from mlx_kv.generation.grammar import GrammarCompiler, LeadIn
+        from mlx_kv.generation.grammar import GrammarCompiler, LeadIn, grammar, json_schema, regex
 
+        if self.regex is not None:
+            constraint = regex(self.regex)
+        elif self.grammar is not None:
+            constraint = grammar(self.grammar.read_text())
+        else:
+            assert self.json_schema is not None
+            try:
+                constraint = json_schema(json.loads(self.json_schema.read_text()))
+            except (ValueError, RecursionError) as error:
+                message = f"{self.json_schema} is not JSON: {error}"
+                raise click.BadParameter(message, param_hint="--json-schema") from None
         lead_in = LeadIn.after(tokenizer, prompt) if chat else None
         return (GrammarCompiler(tokenizer).compile(constraint).processor(before + len(prompt), lead_in),)
 
@@ -152,13 +141,7 @@ class FormatOptions:
     show_default=True,
     help="Print statistics after the answer.",
 )
-@option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    summary="Print one JSON object.",
-    help="Print one JSON object instead of streaming.",
-)
+@json_option
 @on_each_rank
 def generate(
     machine: Machine,
@@ -285,6 +268,7 @@ def generate(
     click.echo()
     if not verbose:
         return
+    of_ranks = "" if machine.group is None else f", the largest of {machine.group.size} ranks"
     lines = (
         "-" * 40,
         *([tokens_line("cached", already, None)] if already else []),
@@ -292,7 +276,7 @@ def generate(
         tokens_line("generation", response.generation_tokens, generation_tps),
         f"KV cache    {human_bytes(statistics.bytes_live)} live, {human_bytes(statistics.bytes_allocated)} allocated",
         f"growths     {statistics.growths:7,}",
-        f"peak memory {human_bytes(peak)}{machine.of_each}",
+        f"peak memory {human_bytes(peak)}{of_ranks}",
     )
     click.echo("\n".join(lines), err=True)
     if cache_policy.budget is not None or statistics.tokens_evicted:

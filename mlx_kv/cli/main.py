@@ -19,7 +19,7 @@ from mlx_kv.cli.chat import chat
 from mlx_kv.cli.generate import generate
 from mlx_kv.cli.info import completion, info
 from mlx_kv.cli.inspect import inspect_command
-from mlx_kv.cli.options import Commands, add_config_option
+from mlx_kv.cli.options import Commands
 from mlx_kv.cli.output import say
 from mlx_kv.cli.plan import plan
 from mlx_kv.cli.serve import serve
@@ -38,20 +38,8 @@ def command() -> None:
     """
 
 
-for each in (
-    generate,
-    chat,
-    batch,
-    cache,
-    serve,
-    plan,
-    calibrate_command,
-    inspect_command,
-):
-    add_config_option(each)
+for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspect_command, info, completion):
     command.add_command(each)
-command.add_command(info)
-command.add_command(completion)
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import click
 
-from mlx_kv.cli.output import say
-from mlx_kv.settings import Setting, SettingError, check_setting, removed, settings_of, shown
+from mlx_kv.cli.output import file_errors, say
+from mlx_kv.settings import MOST_TOKENS, Setting, SettingError, check_setting, removed, settings_of, shown
 
 # --- --help -----------------------------------------------------------------------------------------------------------
 
@@ -59,26 +59,39 @@ class Option(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command with `--help` of one screen, and `--help-all`."""
+    """A command with `--help` of one screen, `--help-all` and `--config`."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.params.append(
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=self._print_full_help,
-                help="Show all options and examples.",
-            )
+        config = Option(
+            ["--config"],
+            summary="TOML file with options by name.",
+            type=EXISTING_FILE,
+            metavar="FILE",
+            is_eager=True,
+            expose_value=False,
+            callback=self._read_config,
+            help="TOML file with options by name; the command line wins over it.",
         )
+        help_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=self._print_full_help,
+            help="Show all options and examples.",
+        )
+        self.params += [help_all, config]
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the common options, the first paragraph of the description, and the first examples."""
         text = inspect.cleandoc(self.help or "").partition("\n\n")[0]
         examples = inspect.cleandoc(self.epilog or "").split("\n\b")[0].splitlines()[: EXAMPLES + 2]
         self._format(ctx, formatter, text, "\n".join(examples), common=True)
+
+    def _read_config(self, ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+        if path is not None:
+            ctx.default_map = read_config_file(path, ctx)
 
     def _print_full_help(self, ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value and not ctx.resilient_parsing:
@@ -307,6 +320,22 @@ def read_bytes(text: str) -> int:
     return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
 
 
+def read_numbers(text: str, what: str, largest: int = MOST_TOKENS) -> tuple[int, ...]:
+    """Whole numbers from 1 up, separated by commas.
+
+    Args:
+        what: each is, and the advice, for messages.
+
+    Raises:
+        ValueError: another text.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= largest):
+            raise ValueError(f"{word!r} is not {what}")
+    return tuple(map(int, words))
+
+
 def read_wired_limit(text: str) -> int | str:
     """A number of bytes as of `read_bytes`, or one of the words auto and none.
 
@@ -321,6 +350,7 @@ def read_wired_limit(text: str) -> int | str:
         raise ValueError(f"{str(error).removesuffix('.')}, or auto or none.") from None
 
 
+json_option = option("--json", "as_json", is_flag=True, section="Output", summary="Print one JSON object.")
 plot_option = option(
     "--plot", type=NEW_FILE, metavar="FILE", section="Output", summary="Draw a figure: .png, .svg or .pdf."
 )
@@ -425,26 +455,6 @@ def check_removed(option: str, where: str = "") -> None:
 # --- --config ---------------------------------------------------------------------------------------------------------
 
 
-def add_config_option(command: click.Command) -> None:
-    """Adds --config to a command."""
-
-    def read(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
-        if path is not None:
-            ctx.default_map = read_config_file(path, ctx)
-
-    option = Option(
-        ["--config"],
-        summary="TOML file with options by name.",
-        type=EXISTING_FILE,
-        metavar="FILE",
-        is_eager=True,
-        expose_value=False,
-        callback=read,
-        help="TOML file with options by name; the command line wins over it.",
-    )
-    command.params.append(option)
-
-
 def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
     """The values of a command's parameters in a configuration file.
 
@@ -452,9 +462,8 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
         click.UsageError: it cannot be read, is no TOML, or has a key or a value that the command does not take.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
+        with file_errors(f"read {path}"):
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no UTF-8, no TOML
         raise click.UsageError(f"{path} is not TOML: {error}") from error
     options = {
@@ -506,18 +515,13 @@ def _checked(where: str, key: str, value: Any, option: click.Option, ctx: click.
         except SettingError as error:
             raise click.UsageError(f"{where.removesuffix(key)}{error}") from None
     else:
-        value = _as_text(where, value)
+        if isinstance(value, list) and all(type(each) in (str, int) for each in value):
+            value = ",".join(map(str, value))  # an array is words with commas between them
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise click.UsageError(f"{where} is {shown(value)}: give a text or a number")
+        value = str(value)
     try:
         option.type_cast_value(ctx, value)
     except click.BadParameter as error:
         raise click.UsageError(f"{where} is {shown(value)}: {error.message}") from None
     return value
-
-
-def _as_text(where: str, value: Any) -> str:
-    """The value as on the command line; an array is words with commas between them."""
-    if isinstance(value, list) and all(isinstance(each, str | int) and not isinstance(each, bool) for each in value):
-        return ",".join(map(str, value))
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise click.UsageError(f"{where} is {shown(value)}: give a text or a number")
-    return str(value)

@@ -98,14 +98,6 @@ class Progress:
             left = (self._printed - self._started) * sum(self._work[self.done :]) / sum(self._work[: self.done])
             say(f"{what}, {self.done} of {self.total} {self._unit}s, {duration(left)} left")
 
-    def say(self, text: str) -> None:
-        """Prints an answer on stdout, above the bar."""
-        if self._bar is not None:
-            self._bar.clear()
-        click.echo(text)
-        if self._bar is not None:
-            self._bar.refresh()
-
 
 def duration(seconds: float) -> str:
     """About 40 s, 12 min, 1.5 h."""

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.model import find_config, read_config, short_name
-from mlx_kv.cli.options import Parsed, command, message_of, option, plot_option
+from mlx_kv.cli.options import Parsed, command, json_option, message_of, option, plot_option, read_numbers
 from mlx_kv.cli.output import aligned, check_plot, save_figure
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import SplitOptions, split_options
+from mlx_kv.settings import MOST_TOKENS
 
 if TYPE_CHECKING:
     from mlx_kv.planning import Layer, RankMemory, StrategyMemory
@@ -31,7 +32,6 @@ Examples:
   mlx-kv plan --model reference --json
   mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
 """
-MAX_TOKENS = 2**31 - 1
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
@@ -41,15 +41,6 @@ for a GPU with --dtype bfloat16."""
 ABOUT_RANKS = """\
 Weights are as stored; while they are loaded, one tensor of the whole model is there beside them. Every rank has the
 embeddings and what makes logits. The rank that has the least room decides how much all of them can hold."""
-
-
-def read_contexts(text: str) -> tuple[int, ...]:
-    """Numbers of tokens, separated by commas."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MAX_TOKENS):
-            raise ValueError(f"{word!r} is not a context: give tokens from 1 up, such as 4096,32768")
-    return tuple(dict.fromkeys(map(int, words)))
 
 
 def dense(contexts: Sequence[int]) -> list[int]:
@@ -167,7 +158,7 @@ def draw(
     default="4096,32768,131072",
     show_default=True,
     metavar="N,N",
-    type=Parsed(read_contexts),
+    type=Parsed(lambda text: read_numbers(text, "a context: give tokens from 1 up, such as 4096,32768")),
     section="Sequences",
     summary="Tokens of each sequence.",
 )
@@ -183,7 +174,7 @@ def draw(
 )
 @option(
     "--shared-prefix",
-    type=click.IntRange(0, MAX_TOKENS),
+    type=click.IntRange(0, MOST_TOKENS),
     default=0,
     metavar="N",
     section="Sequences",
@@ -205,13 +196,7 @@ def draw(
     help="Type of keys and values.  [default: what this device computes in: float32 on a CPU, else that of the config]",
 )
 @plot_option
-@option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    section="Output",
-    summary="Print one JSON object, sizes in bytes.",
-)
+@json_option
 def plan(
     model: str,
     contexts: tuple[int, ...],
@@ -229,6 +214,7 @@ def plan(
         raise click.UsageError("--split and --layers are for several ranks: give their number with --ranks")
     if plot is not None:
         check_plot(plot)
+    contexts = tuple(dict.fromkeys(contexts))
     policy = options.policy(options.calibration_of_file())
     config = read_config(find_config(model))
 

@@ -19,11 +19,11 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import DraftOptions, ModelOptions, find_config, read_config
-from mlx_kv.cli.options import EXISTING_FILE, Command, option, options
+from mlx_kv.cli.options import EXISTING_FILE, Command, option, options, read_numbers
 from mlx_kv.cli.output import file_errors
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.link import STEP_SECONDS, LeaderEndedError, leave_signals_to_leader
-from mlx_kv.settings import setting
+from mlx_kv.settings import setting, settings_of
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -52,7 +52,6 @@ UNSUPPORTED = {
     "prompt_store": "is for one machine: several ranks keep no prompts; leave it out",
     "unload_after": "is for one machine: several ranks keep their weights; leave it out",
 }
-NEEDS_RANKS = "several ranks: start them with mlx.launch -n 2 mlx-kv …"
 
 
 @dataclass(frozen=True)
@@ -124,30 +123,12 @@ class Machine:
 
         return total_statistics(self.group, held), max(self.group.gathered(peak))
 
-    @property
-    def of_each(self) -> str:
-        """The words after a figure that is the largest of all ranks."""
-        return "" if self.group is None else f", the largest of {self.group.size} ranks"
-
 
 def check_supported(parameters: Mapping[str, Any]) -> None:
     """Raises click.UsageError for an option that several ranks do not support."""
     for name, why in UNSUPPORTED.items():
         if parameters.get(name) is not None and parameters[name] is not False:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
-
-
-def read_layers(text: str) -> tuple[int, ...]:
-    """Layers of each rank, separated by commas.
-
-    Raises:
-        ValueError: other than numbers from 1 up.
-    """
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not (word.isascii() and word.isdecimal() and len(word) <= 6 and int(word) >= 1):
-            raise ValueError(f"{word!r} is not a number of layers: give one for each rank, such as 20,12")
-    return tuple(map(int, words))
 
 
 @dataclass(frozen=True)
@@ -167,7 +148,7 @@ class SplitOptions:
     layers_by_rank: tuple[int, ...] | None = setting(
         None,
         option="--layers",
-        kind=read_layers,
+        kind=lambda text: read_numbers(text, "a number of layers: give one for each rank, such as 20,12", 999_999),
         metavar="N,N",
         help="Layers of each rank, for machines of different sizes; the first rank has the last layers.",
     )
@@ -202,12 +183,10 @@ class RankOptions(SplitOptions):
     def __post_init__(self) -> None:
         if launched() is not None:
             return
-        for name, value in (("split", self.split), ("layers", self.layers_by_rank)):
-            if value is not None:
-                raise click.UsageError(f"--{name} is for {NEEDS_RANKS}")
-        for name in ("link_address", "secret_file"):
+        for name in ("split", "layers_by_rank", "link_address", "secret_file"):
             if getattr(self, name) is not None:
-                raise click.UsageError(f"--{name.replace('_', '-')} is for {NEEDS_RANKS}")
+                used = settings_of(RankOptions)[name].options[0]
+                raise click.UsageError(f"{used} is for several ranks: start them with mlx.launch -n 2 mlx-kv …")
 
     @contextlib.contextmanager
     def joined(self, model: ModelOptions) -> Iterator[Machine]:

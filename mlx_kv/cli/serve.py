@@ -20,7 +20,6 @@ from mlx_kv.settings import setting, settings_of
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
-    from mlx_kv.server.api import AccessRules, Certificates
     from mlx_kv.server.rows import Models
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client", "pydantic")
@@ -254,22 +253,6 @@ class ServerSettings:
         check_keys(self.api_key, f"--api-key or {KEY_VARIABLE}")
         return [*self.api_key, *from_file]
 
-    @property
-    def access(self) -> AccessRules:
-        """The host names and origins that are accepted."""
-        from mlx_kv.server.api import AccessRules
-
-        return AccessRules(self.host, listed(self.allowed_hosts), listed(self.allowed_origins))
-
-    @property
-    def certificates(self) -> Certificates | None:
-        """The files for TLS; None: no TLS."""
-        if self.ssl_certfile is None:
-            return None
-        from mlx_kv.server.api import Certificates
-
-        return Certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)
-
 
 def read_keys(path: Path) -> list[str]:
     """The keys in a file, one per line; empty lines are skipped.
@@ -363,7 +346,7 @@ def serve(
     keys = server.keys if machine.leads else []
     before_loading = policy.checked()  # bad settings are refused before anything is loaded
     try:
-        from mlx_kv.server.api import HttpSettings, Limits, configure_logging, is_loopback
+        from mlx_kv.server.api import AccessRules, Certificates, HttpSettings, Limits, configure_logging, is_loopback
         from mlx_kv.server.rows import Models, WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http
@@ -392,7 +375,7 @@ def serve(
         store.refresh()
         return store
 
-    access, certificates = server.access, server.certificates if machine.leads else None
+    access = AccessRules(server.host, listed(server.allowed_hosts), listed(server.allowed_origins))
     if not is_loopback(server.host):
         say(f"note: accepted host names: {access.allowed_names}; --allowed-hosts adds more")
         if not keys:
@@ -421,6 +404,10 @@ def serve(
         strict=server.strict,
         template=server.chat_template_args or {},
     )
+    certificates = None
+    if server.ssl_certfile is not None:
+        others = server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs
+        certificates = Certificates(server.ssl_certfile, *others)
     http = HttpSettings(
         server.host, server.port, limits, keys, access, certificates, listed(server.alias), server.drain_seconds
     )
