@@ -68,7 +68,6 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     metavar="FILE",
     section="Files",
     summary="JSON object per line; - is stdin.",
-    help="File with a JSON object per line; - is stdin.",
 )
 @option(
     "--output",
@@ -146,13 +145,14 @@ def batch(
                 f"line {number}{others}: id {json.dumps(name)} is in {answers.name} with another prompt or other "
                 "settings: give another id or --output, or --overwrite to do it again"
             )
-        progress = Progress(work)
+        for number, reason in work.bad:
+            say(f"line {number}: {reason}")
         if not work.todo:
-            say(f"nothing to do: {work.skipped:,} of {work.skipped + progress.bad:,} lines are in {answers.name}")
-            return 1 if progress.bad else 0
+            say(f"nothing to do: {work.skipped:,} of {work.skipped + len(work.bad):,} lines are in {answers.name}")
+            return 1 if work.bad else 0
         engine, encoder = start()
         answers.drop({name for _, name in work.changed})
-        progress.begin()
+        progress = Progress(work)
         requests = (read(number, raw) for number, raw in work.todo)
         try:
             for request, prompt_tokens, tokens in run(
@@ -489,22 +489,15 @@ class PromptEncoder:
 
 
 class Progress:
-    """Counts lines and tokens, and says them on stderr; with a progress bar on a terminal."""
+    """Counts lines and tokens from now on, and prints them on stderr; with a progress bar on a terminal."""
 
     def __init__(self, work: Work) -> None:
         from tqdm import tqdm
 
-        total = len(work.todo) + work.skipped
-        hidden = not work.todo or not sys.stderr.isatty()
+        total, hidden = len(work.todo) + work.skipped, not sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=work.skipped, unit="line", leave=False, file=sys.stderr, disable=hidden)
         self._skipped, self._started = work.skipped, time.perf_counter()
-        self.done = self.bad = self.tokens = 0
-        for number, reason in work.bad:
-            self.bad_line(number, reason)
-
-    def begin(self) -> None:
-        """The model is loaded: the clock starts."""
-        self._started = time.perf_counter()
+        self.done, self.bad, self.tokens = 0, len(work.bad), 0
 
     def bad_line(self, number: int, reason: str) -> None:
         self.bad += 1

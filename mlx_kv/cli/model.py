@@ -51,7 +51,6 @@ class ModelOptions:
         summary="Adapter weights from mlx_lm.lora.",
         kind=click.Path(exists=True, file_okay=False, path_type=Path),
         metavar="DIR",
-        help="Adapter weights, as mlx_lm.lora writes them.",
     )
     trust_remote_code: bool = setting(
         False, option="--trust-remote-code", help="Run code that comes with the model or its tokenizer."
@@ -276,15 +275,15 @@ def read_template_settings(text: str) -> dict[str, Any]:
     """
     read_utf8(text)
     try:
-        found = json.loads(text)
+        template_settings = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error}): write an object, such as {EXAMPLE}") from None
-    if not isinstance(found, dict):
+    if not isinstance(template_settings, dict):
         raise ValueError(f"it is not a JSON object: write one, such as {EXAMPLE}")
     from mlx_kv.generation.encoding import check_template_settings  # it imports MLX, which help does without
 
-    check_template_settings(found)
-    return found
+    check_template_settings(template_settings)
+    return template_settings
 
 
 @dataclass(frozen=True)

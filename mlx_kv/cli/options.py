@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import click
 
@@ -35,9 +35,6 @@ from mlx_kv.settings import MOST_TOKENS, Setting, SettingError, check_setting, r
 
 # --- --help -----------------------------------------------------------------------------------------------------------
 
-
-Function: TypeAlias = Callable[..., Any]
-Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
 
 OPTIONS = "Options"  # the section of options without another one; it is the last
 TERM_WIDTH = 30  # columns of names
@@ -142,16 +139,8 @@ def _brief_record(param: click.Parameter, ctx: click.Context) -> tuple[str, str]
     return names, full if len(full) <= LINE_WIDTH else param.summary
 
 
-def command(name: str | None = None, **attributes: Any) -> Callable[[Function], SectionedCommand]:
-    """As `click.command`."""
-    return click.command(name, cls=SectionedCommand, **attributes)
-
-
-def option(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """As `click.option`; the other attributes include those of `Option`."""
-    return click.option(*names, cls=Option, **attributes)
-
-
+command = functools.partial(click.command, cls=SectionedCommand)
+option = functools.partial(click.option, cls=Option)
 Command = Callable[..., None]
 
 

@@ -82,10 +82,9 @@ class ServerSettings:
     api_key_file: Path | None = setting(
         None,
         option="--api-key-file",
-        summary="File with keys; clients must send one.",
+        summary="File with API keys, one per line.",
         kind=LEADERS_FILE,
         metavar="FILE",
-        help="File with one such key per line.",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -155,10 +154,9 @@ class ServerSettings:
     max_tokens: int = setting(
         512,
         option="--max-tokens",
-        summary="Maximum tokens of an answer.",
+        summary="Maximum tokens, unless a request sets it.",
         metavar="N",
         minimum=1,
-        help="Maximum tokens of an answer, unless a request sets it.",
     )
     max_prompt_tokens: int | None = setting(
         None,

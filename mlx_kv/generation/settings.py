@@ -71,7 +71,6 @@ class SamplingSettings:
         metavar="T",
         minimum=0,
         served=(0, 2),
-        help="Sampling temperature; 0 is greedy.",
     )
     top_p: float = setting(
         1.0,
@@ -158,7 +157,6 @@ class SamplingSettings:
         summary="Seed that makes sampling repeatable.",
         metavar="N",
         served=(-(2**63), 2**64 - 1),
-        help="Seed that makes sampling repeatable.",
     )
 
     def __post_init__(self) -> None:
