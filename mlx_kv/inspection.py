@@ -173,8 +173,6 @@ def inspect_policies(
     if any(policy.budget is None for policy in policies):
         raise ValueError("this policy has no budget, so nothing is evicted: give CachePolicy(budget=...)")
     tokens = tokens_of_prompt(None, tokens, vocabulary_of(model))
-    if attention_of:
-        check_attention(model, "--attention")
     readings = len(policies) + bool(attention_of)
 
     def reading(number: int) -> Callable[[int, int], None]:

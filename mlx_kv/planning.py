@@ -22,7 +22,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.cache.codecs import Bits
-from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, max_head_tokens, max_layer_tokens
+from mlx_kv.cache.eviction.allocation import BY_HEAD, max_head_tokens, max_layer_tokens
 from mlx_kv.cache.eviction.compaction import SAFEGUARD
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.scoring import ObservedBytes
@@ -126,27 +126,6 @@ def as_laid_out(layer: Layer, context: int) -> int:
     return min(context, layer.most_slots)
 
 
-def layers_of(
-    model: nn.Module, policy: CachePolicy, step: int = 1, chunk: int = 0, communicator: CacheCommunicator | None = None
-) -> list[Layer]:
-    """The caches of a model in order, as a policy stores them once it quantises.
-
-    Args:
-        step: tokens of a step of decoding: more than one with drafts.
-        chunk: prompt tokens read at once, if more than the max_write of the policy: budgets grow for it.
-        communicator: the ranks that have the other parts of the model; None finds those of a model that was split.
-
-    Raises:
-        ValueError: the policy cannot store these head dims, or the model cannot read a token.
-    """
-    policy = replace(policy, quantized_start=0, growth=DEFAULT)
-    communicator = cache_communicator_of(model) if communicator is None else communicator
-    stored = _read_one_token(model, policy, communicator)
-    stock_caches = leaves(stock.make_prompt_cache(model))
-    plain = stored if policy.stores_plain else _read_one_token(model, policy.plain(), communicator)
-    return [_describe(*caches, step=step, chunk=chunk) for caches in zip(stock_caches, plain, stored, strict=True)]
-
-
 def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCommunicator) -> list[Any]:
     """All leaf caches of a model after one token that is not evaluated."""
     try:
@@ -188,19 +167,16 @@ def _describe(stock_cache: Any, plain: Any, stored: Any, step: int, chunk: int) 
 
 def _longer(evictor: Evictor, heads: int) -> int:
     """Maximum tokens of the longest head beyond the budget; negative where it always holds fewer."""
-    layout, layers = evictor.layout, evictor.layer_allocation
+    layout, table, adaptive = evictor.layout, evictor.table, evictor.scope == "adaptive"
     protected = layout.sinks + layout.keep_recent
     free = layout.budget - protected
-    if not isinstance(layers, str):
-        if evictor.scope != "adaptive":
-            table = by_layer(layers) if evictor.scope == "layer" else layers
-            return max_head_tokens(table, evictor.layer, free) - free
-        together = max_layer_tokens(layers, evictor.layer, free) * (heads if len(layers[0]) == 1 else 1)
-        sure = max(0, int(SAFEGUARD * (together // heads + protected)) - protected)
-        return together - (heads - 1) * sure - free  # all for one head but what the others keep in any case
-    if evictor.scope != "adaptive":
-        return 0
-    return (heads - 1) * (layout.budget - max(protected, int(SAFEGUARD * layout.budget)))
+    if table is None:
+        return (heads - 1) * (layout.budget - max(protected, int(SAFEGUARD * layout.budget))) if adaptive else 0
+    if not adaptive:
+        return max_head_tokens(table, evictor.layer, free) - free
+    together = max_layer_tokens(table, evictor.layer, free) * (heads if len(table[0]) == 1 else 1)
+    sure = max(0, int(SAFEGUARD * (together // heads + protected)) - protected)
+    return together - (heads - 1) * sure - free  # all for one head but what the others keep in any case
 
 
 def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
@@ -374,13 +350,15 @@ class Planner:
         model: any model of mlx-lm; its weights are never evaluated.
         instructions: what comes before the repetition of a prompt, for scores that read prompts twice. None counts no
             tokens for it, which a tokenizer would make: some tens (`Instructions.of`).
-        peers: the communicator with the other ranks, as for `make_prompt_cache`.
+        peers: the communicator with the other ranks, as for `make_prompt_cache`; None finds those of a model that was
+            split.
     """
 
     def __init__(
         self, model: nn.Module, instructions: Instructions | None = None, peers: CacheCommunicator | None = None
     ) -> None:
-        self.model, self._communicator = model, peers
+        self.model = model
+        self._communicator = cache_communicator_of(model) if peers is None else peers
         self.instructions = Instructions.of(None, model) if instructions is None else instructions
         self._layers: dict[tuple[CachePolicy, int, int], list[Layer]] = {}
 
@@ -395,9 +373,13 @@ class Planner:
             ValueError: the policy cannot store these head dims, or the model cannot read a token.
         """
         policy = replace(policy, quantized_start=0, growth=DEFAULT)  # which change nothing here
-        if (policy, step, chunk) not in self._layers:
-            self._layers[policy, step, chunk] = layers_of(self.model, policy, step, chunk, self._communicator)
-        return self._layers[policy, step, chunk]
+        if (known := self._layers.get((policy, step, chunk))) is not None:
+            return known
+        stored = _read_one_token(self.model, policy, self._communicator)
+        plain = stored if policy.stores_plain else _read_one_token(self.model, policy.plain(), self._communicator)
+        caches = zip(leaves(stock.make_prompt_cache(self.model)), plain, stored, strict=True)
+        layers = self._layers[policy, step, chunk] = [_describe(*each, step=step, chunk=chunk) for each in caches]
+        return layers
 
     def row(self, policy: CachePolicy, step: int = 1, chunk: int = 0) -> RowMemory:
         """The sizes of one sequence under a policy; arguments as of `layers`.

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
 MAX_SHOWN = 60  # characters of a value in a message
 QUOTES = "'\""
 Member = TypeVar("Member")
+Arguments = ParamSpec("Arguments")
 
 # --- errors in the caller's terms -------------------------------------------------------------------------------------
 
@@ -126,11 +127,11 @@ def option_value(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field of a dataclass says about itself; `setting` makes one.
+    """The description of a field of a dataclass; `setting` makes the field.
 
     Attributes:
         help: one line, a noun or an imperative; by default the summary.
-        options: its names on the command line, such as ("--max-tokens", "-m"); none: it is no option.
+        option: its name on the command line, or several, such as ("--max-tokens", "-m"); none: it is no option.
         summary: one short line for `--help`; options without one are in `--help-all` only.
         metavar: of its value in `--help`.
         minimum, maximum: bounds of a number, inclusive.
@@ -141,16 +142,16 @@ class Setting:
         served: narrower bounds, inclusive, for requests to a server.
         unit: what a number counts, such as "tokens".
         default_text: the default in `--help`, where it depends on something.
-        default: of the field.
+        repr: whether the value is in the `repr` of the dataclass.
         kind: `int`, `float`, `bool`, `str`, a function from text, or a type of click; None: something else, which the
             dataclass checks itself. By default from the annotation.
-        optional: whether None is allowed.
         multiple: whether the option may be repeated.
         environment: a variable with the value.
+        default, optional: the default of the field, and whether None is allowed: set by `settings_of`.
     """
 
     help: str = ""
-    options: tuple[str, ...] = ()
+    option: str | tuple[str, ...] = ()
     summary: str = ""
     metavar: str | None = None
     minimum: float | None = None
@@ -161,12 +162,21 @@ class Setting:
     words: Mapping[str, Any] | None = None
     served: tuple[float, float] | None = None
     unit: str = ""
-    default: Any = None
     default_text: str | None = None
+    repr: bool = True
     kind: Any = None
-    optional: bool = False
     multiple: bool = False
     environment: str | None = None
+    default: Any = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "help", self.help or self.summary)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Its names on the command line."""
+        return (self.option,) if isinstance(self.option, str) else self.option
 
     def wanted(self) -> str:
         """The values that it takes, in words: a number from 0 to 1."""
@@ -183,53 +193,18 @@ class Setting:
         return f"give {number} from {_short(self.minimum)} {to}"
 
 
-def setting(
-    default: Any,
-    *,
-    help: str = "",
-    option: str | tuple[str, ...] = (),
-    summary: str = "",
-    metavar: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    choices: Sequence[str] = (),
-    removed: Mapping[str, str] | None = None,
-    words: Mapping[str, Any] | None = None,
-    served: tuple[float, float] | None = None,
-    unit: str = "",
-    default_text: str | None = None,
-    kind: Any = None,
-    multiple: bool = False,
-    environment: str | None = None,
-    repr: bool = True,
-) -> Any:
-    """A field of a frozen dataclass with its description; the arguments are the attributes of `Setting`.
+def _field_of(describe: Callable[Arguments, Setting]) -> Callable[Concatenate[Any, Arguments], Any]:
+    """Makes `setting`, which takes the attributes of `Setting` as arguments, each with its type."""
 
-    Args:
-        option: one name on the command line, or several.
-        repr: as of `dataclasses.field`.
-    """
-    described = Setting(
-        help=help or summary,
-        options=(option,) if isinstance(option, str) else tuple(option),
-        summary=summary,
-        metavar=metavar,
-        minimum=minimum,
-        maximum=maximum,
-        above=above,
-        choices=tuple(choices),
-        removed=removed or {},
-        words=words,
-        served=served,
-        unit=unit,
-        default_text=default_text,
-        kind=kind,
-        multiple=multiple,
-        environment=environment,
-    )
-    return dataclasses.field(default=default, repr=repr, metadata={"setting": described})
+    def setting(default: Any, /, *arguments: Arguments.args, **attributes: Arguments.kwargs) -> Any:
+        described = describe(*arguments, **attributes)
+        return dataclasses.field(default=default, repr=described.repr, metadata={"setting": described})
 
+    return setting
+
+
+# A field of a frozen dataclass with this default and its description: setting(8, option="--bits", help="Bits.").
+setting = _field_of(Setting)
 
 _KINDS: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 
@@ -289,7 +264,7 @@ def whole_number(name: str, value: object, least: int = 0) -> int:
     Raises:
         SettingError: it is not a whole number of tokens from `least` to 2^31 - 1.
     """
-    check_setting(name, value, Setting(help="", kind=int, minimum=least, unit="tokens"))
+    check_setting(name, value, Setting(kind=int, minimum=least, unit="tokens"))
     return operator.index(value)  # type: ignore[arg-type]
 
 

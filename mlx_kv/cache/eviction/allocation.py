@@ -88,17 +88,13 @@ def table_of(scope: Scope, allocation: Allocation) -> HeadBudgets | None:
     """The shares of what keeps its own tokens, (L, H) or (L, 1); None where they are not fixed."""
     if isinstance(allocation, str):
         return None
-    return by_layer(allocation) if scope == "layer" else allocation
+    # Heads that keep the same tokens have the mean of their layer.
+    return head_budgets([[sum(row) / len(row)] for row in allocation]) if scope == "layer" else allocation
 
 
 def uneven_heads(scope: Scope, allocation: Allocation) -> bool:
     """Whether heads of one layer may keep different numbers of tokens."""
     return scope == "adaptive" or (scope == "head" and not isinstance(allocation, str))
-
-
-def by_layer(table: HeadBudgets) -> HeadBudgets:
-    """(L, 1): the mean of each layer, for heads that keep the same tokens."""
-    return head_budgets([[sum(row) / len(row)] for row in table])
 
 
 @lru_cache(maxsize=256)

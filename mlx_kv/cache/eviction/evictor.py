@@ -62,6 +62,7 @@ class Evictor:
 
     Attributes:
         metadata: of the rows.
+        table: the share of each head, or of each layer where its heads keep the same tokens; None without a table.
         observation: of the attention over the tokens; None where the score does not use it.
         paused: whether nothing is evicted for now.
 
@@ -80,7 +81,7 @@ class Evictor:
     ) -> None:
         self.layout, self.score, self.scope, self.layer = layout, find_score(score), scope, layer
         self.layer_allocation = layer_allocation
-        self._table = table_of(scope, self.layer_allocation)
+        self.table = table_of(scope, self.layer_allocation)
         self.metadata = RowMetadata((layer_group or LayerGroup(),))
         self.metadata.groups[0].join(layer, self)
         wants = self.score.wants
@@ -270,10 +271,10 @@ class Evictor:
 
     def counts(self, most: int, heads: int) -> Sequence[int]:
         """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
-        assert self._table is not None, "counts are fixed where there is a table"
+        assert self.table is not None, "counts are fixed where there is a table"
         mean = self.layout.budget - self.layout.sinks - self.layout.keep_recent
         first, every = self.communicator.first_head(heads), self.communicator.total_heads(heads)
-        return layer_counts(self._table, self.layer, mean, most, range(first, first + heads), every)
+        return layer_counts(self.table, self.layer, mean, most, range(first, first + heads), every)
 
     def _contents(self) -> tuple[tuple[Row, ...], Buffers]:
         """Where the rows of the cache stand, and its buffers."""
@@ -409,7 +410,7 @@ class Evictor:
         scoring = Scoring(
             self.layout, self.score, self.scope, rows, buffers, kept, self.observation, reread, self.layer
         )
-        counts = None if self._table is None else self.counts
+        counts = None if self.table is None else self.counts
         return CompactionStep(self.layout, self.scope, rows, buffers, kept, scoring, counts)
 
 
