@@ -53,62 +53,46 @@ __version__ = "0.3.0"
 
 blas.preload()
 
-_HOMES = {
-    "BatchKVCache": "cache.factories",
-    "BatchRotatingKVCache": "cache.factories",
-    "BatchToken": "generation.sequence",
-    "Cache": "cache.protocol",
-    "CachePolicy": "policy",
-    "Calibration": "cache.eviction.calibration",
-    "CacheStatistics": "generation.statistics",
-    "ChunkedKVCache": "cache.factories",
-    "CompressedKVCache": "cache.factories",
-    "Drafter": "generation.speculation.drafters",
-    "FixedStep": "cache.growth",
-    "Geometric": "cache.growth",
-    "Growth": "cache.growth",
-    "KVCache": "cache.kv_cache",
-    "QuantizedKVCache": "cache.factories",
-    "RingBufferKVCache": "cache.factories",
-    "RingKVCache": "cache.factories",
-    "RotatingKVCache": "cache.factories",
-    "PromptMemory": "prefixes.memory",
-    "PromptReader": "prefixes.reader",
-    "PromptStore": "prefixes.store",
-    "RankGroup": "ranks.group",
-    "SamplingSettings": "generation.settings",
-    "ScoredTokens": "cache.eviction.scores",
-    "SpeculationStatistics": "generation.statistics",
-    "Tapered": "cache.growth",
-    "TemperatureSampler": "generation.sampling",
-    "Wants": "cache.eviction.scores",
-    "batch_generate": "generation.generate",
-    "bundled_models": "bundled",
-    "cache_statistics": "generation.statistics",
-    "calibrate": "calibration",
-    "can_trim_prompt_cache": "mlxlm.traverse",
-    "codec_names": "cache.codecs",
-    "compact": "mlxlm.traverse",
-    "drafter_names": "generation.speculation.drafters",
-    "generate": "generation.generate",
-    "join_ranks": "ranks.group",
-    "load": "mlxlm.loading",
-    "load_calibration": "files.calibration_file",
-    "load_part": "ranks.splitting",
-    "load_prompt_cache": "files.serialization",
-    "make_prompt_cache": "mlxlm.convert",
-    "model_path": "bundled",
-    "register_codec": "cache.codecs",
-    "register_drafter": "generation.speculation.drafters",
-    "register_score": "cache.eviction.scores",
-    "save_calibration": "files.calibration_file",
-    "save_prompt_cache": "files.serialization",
-    "score_names": "cache.eviction.scores",
-    "show_attention": "mlxlm.attention",
-    "speculative_generate": "generation.generate",
-    "stream_generate": "generation.generate",
-    "trim_prompt_cache": "mlxlm.traverse",
+# The same by module, for imports at the first use.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "bundled": ("bundled_models", "model_path"),
+    "cache.codecs": ("codec_names", "register_codec"),
+    "cache.eviction.calibration": ("Calibration",),
+    "cache.eviction.scores": ("ScoredTokens", "Wants", "register_score", "score_names"),
+    "cache.factories": (
+        "BatchKVCache",
+        "BatchRotatingKVCache",
+        "ChunkedKVCache",
+        "CompressedKVCache",
+        "QuantizedKVCache",
+        "RingBufferKVCache",
+        "RingKVCache",
+        "RotatingKVCache",
+    ),
+    "cache.growth": ("FixedStep", "Geometric", "Growth", "Tapered"),
+    "cache.kv_cache": ("KVCache",),
+    "cache.protocol": ("Cache",),
+    "calibration": ("calibrate",),
+    "files.calibration_file": ("load_calibration", "save_calibration"),
+    "files.serialization": ("load_prompt_cache", "save_prompt_cache"),
+    "generation.generate": ("batch_generate", "generate", "speculative_generate", "stream_generate"),
+    "generation.sampling": ("TemperatureSampler",),
+    "generation.sequence": ("BatchToken",),
+    "generation.settings": ("SamplingSettings",),
+    "generation.speculation.drafters": ("Drafter", "drafter_names", "register_drafter"),
+    "generation.statistics": ("CacheStatistics", "SpeculationStatistics", "cache_statistics"),
+    "mlxlm.attention": ("show_attention",),
+    "mlxlm.convert": ("make_prompt_cache",),
+    "mlxlm.loading": ("load",),
+    "mlxlm.traverse": ("can_trim_prompt_cache", "compact", "trim_prompt_cache"),
+    "policy": ("CachePolicy",),
+    "prefixes.memory": ("PromptMemory",),
+    "prefixes.reader": ("PromptReader",),
+    "prefixes.store": ("PromptStore",),
+    "ranks.group": ("RankGroup", "join_ranks"),
+    "ranks.splitting": ("load_part",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BatchKVCache",
@@ -169,9 +153,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

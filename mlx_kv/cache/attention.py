@@ -39,7 +39,7 @@ BLOCK_ELEMENTS = 2**19  # converted to floats at a time, of all rows and heads: 
 WHOLE_IN_BYTES = (2, 4, 8)  # bits: a byte holds a whole number of elements
 # Measured on a CPU: with 16 queries of 2,000 slots, decoding first takes 1.4 times as long in 4 and 8 bits, with 64 as
 # long or less, with 640 half as long; in 3 bits a fifth with 16. On a GPU not measured.
-MOST_PACKED, MOST_PACKED_PRODUCT = 32, 3
+MAX_PACKED, MAX_PACKED_PRODUCT = 32, 3
 DECODED_ON_CPU = ("mxfp8",)  # the packed product takes twice as long as decoding first
 
 
@@ -128,15 +128,13 @@ class Joined:
 def operand_of(codec: Codec, planes: Planes, dtype: mx.Dtype, queries: int = 1) -> Operand:
     """A stored tensor as an operand: packed where its codec can be read so, and so many queries gain by it."""
     packing = codec.packed
-    if packing is None or queries > _most_packed(packing):
+    if packing is None:
+        return Dense(codec.decode(planes, dtype))
+    whole = packing.mode == "affine" and packing.bits in WHOLE_IN_BYTES
+    # With more queries it is decoded once, and not for each block of them.
+    if queries > (MAX_PACKED if whole or not on_cpu() else MAX_PACKED_PRODUCT):
         return Dense(codec.decode(planes, dtype))
     return Packed(planes, packing)
-
-
-def _most_packed(packing: Packing) -> int:
-    """Queries above which a tensor is decoded once, and not for each block of them."""
-    whole = packing.mode == "affine" and packing.bits in WHOLE_IN_BYTES
-    return MOST_PACKED if whole or not on_cpu() else MOST_PACKED_PRODUCT
 
 
 class Packed:
@@ -173,7 +171,8 @@ class Packed:
         for first in range(0, slots, block):
             words, scales, biases = self._part(first, min(slots, first + block))
             products = _times_keys(spread, words, self._packing.bits)
-            scaled = _grouped(products, groups) * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
+            products = products.reshape(rows, heads, groups, -1, words.shape[2])
+            scaled = products * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
             blocks.append((scaled[:, :, 0] if groups == 1 else scaled.sum(axis=2)) + sums @ biases.swapaxes(2, 3))
         return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=-1)
 
@@ -202,7 +201,7 @@ class Packed:
             part = weights if last - first == slots else weights[..., first:last]  # (B, H, m, n)
             scaled = part[:, :, None] * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
             products = _times_values(scaled.reshape(rows, heads, -1, last - first), words, self._packing.bits)
-            by_group = _own_groups(_grouped(products, groups))  # (B, H, m, G, D / G)
+            by_group = _own_groups(products.reshape(rows, heads, groups, -1, dim))  # (B, H, m, G, D / G)
             mixed = (by_group + (part @ biases)[..., None]).reshape(rows, heads, -1, dim)
             total = mixed if total is None else total + mixed
         assert total is not None, "there is a slot"
@@ -260,12 +259,6 @@ def _apart(queries: mx.array, groups: int) -> mx.array:
     rows, heads, _, dim = queries.shape
     in_group = (mx.arange(dim) // (dim // groups) == mx.arange(groups)[:, None])[:, None]  # (G, 1, D)
     return mx.where(in_group, queries[:, :, None], 0.0).reshape(rows, heads, -1, dim)
-
-
-def _grouped(x: mx.array, groups: int) -> mx.array:
-    """(B, H, G m, n) as (B, H, G, m, n)."""
-    rows, heads, _, last = x.shape
-    return x.reshape(rows, heads, groups, -1, last)
 
 
 def _own_groups(x: mx.array) -> mx.array:

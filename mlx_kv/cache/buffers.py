@@ -109,10 +109,6 @@ class SlotBuffer:
         """Bytes of one slot of one row, all heads and planes."""
         return sum(math.prod(plane.shape[1::2]) * plane.itemsize for plane in self.planes)
 
-    def reserve(self, capacity: int, used: int) -> None:
-        """Moves the first `used` slots into planes of `capacity` slots."""
-        self.rearrange([[(0, 0, used)]], capacity)
-
     def rearrange(self, moves: Sequence[Moves], capacity: int) -> None:
         """Moves slots into planes of `capacity` slots: one allocation and one copy a plane.
 
@@ -270,7 +266,7 @@ def change_layout(
         if moves is not None:
             buffer.rearrange(moves, capacity)
         elif capacity != buffer.capacity:
-            buffer.reserve(capacity, used)
+            buffer.rearrange([[(0, 0, used)]], capacity)
 
 
 def replace_first_plane(buffers: Buffers | None, which: int, value: mx.array) -> None:

@@ -122,10 +122,7 @@ class Plain:
 
     name: ClassVar[str] = "plain"
     packed: ClassVar[None] = None
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {}
+    parameters: ClassVar[dict[str, Any]] = {}
 
     def check(self, name: str, x: mx.array) -> None:
         pass
@@ -265,14 +262,11 @@ class Microscaled:
     """
 
     name: str
+    parameters: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
             raise ValueError(f"there is no format {self.name!r}: choose one of {', '.join(FORMATS)}")
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {}
 
     @property
     def packed(self) -> Packing:

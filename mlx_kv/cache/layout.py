@@ -12,14 +12,12 @@ Chunks: a ring for chunked attention, where a token sees only its own chunk of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 from mlx_kv.settings import SettingError
-
-L = TypeVar("L")
 
 
 class Row(NamedTuple):
@@ -137,13 +135,8 @@ def check_room(room: int, max_write: int, max_rollback: int = 0) -> int:
 
 @lru_cache(maxsize=64)
 def _with_room(layout: Any, room: int) -> Any:
-    return replace(layout, room=room)
-
-
-def with_room(layout: L, room: int) -> L:
     """The same layout with another room; equal arguments give the same object."""
-    resized: L = _with_room(layout, room)
-    return resized
+    return replace(layout, room=room)
 
 
 def room_parameters(layout: Layout) -> tuple[int, ...]:
@@ -394,7 +387,7 @@ class Budget(InOrder):
         return self.most_held + self.room
 
     def with_room(self, room: int) -> Self:
-        return with_room(self, room)
+        return _with_room(self, room)  # type: ignore[no-any-return]
 
     @property
     def cut(self) -> int:
@@ -485,7 +478,7 @@ class WrittenOver:
         return self.most_slots
 
     def with_room(self, room: int) -> Self:
-        return with_room(self, room)
+        return _with_room(self, room)  # type: ignore[no-any-return]
 
     def compacted_if_due(self, row: Row) -> Row:
         return row
@@ -675,6 +668,7 @@ class Chunks(WrittenOver):
 #   compacted_if_due(row): the row after the compaction before its next write, with `extra_slots` 0; the same object
 #       if none is due
 Layout = Append | Budget | Ring | Chunks
+LAYOUTS: dict[str, Callable[..., Layout]] = {"append": Append, "budget": Budget, "ring": Ring, "chunks": Chunks}
 
 
 def make_layout(name: str, *numbers: int) -> Layout:
@@ -683,13 +677,6 @@ def make_layout(name: str, *numbers: int) -> Layout:
     Raises:
         ValueError: no layout has this name.
     """
-    match name:
-        case "append":
-            return Append()
-        case "ring":
-            return Ring(*numbers)
-        case "chunks":
-            return Chunks(*numbers)
-        case "budget":
-            return Budget(*numbers)
-    raise ValueError(f"{name!r} is not a layout: there are append, ring, chunks and budget")
+    if name not in LAYOUTS:
+        raise ValueError(f"{name!r} is not a layout: there are {', '.join(LAYOUTS)}")
+    return LAYOUTS[name](*numbers)

@@ -76,9 +76,15 @@ class Plan:
         self.ordered = end <= most
         self.needed = end if self.ordered else most
         self.transient = not self.ordered and new > layout.room
-        self.ranges = (
-            layout.ranges(first, new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
-        )
+        if self.uniform and not self.transient:
+            self.ranges = layout.ranges(first, new)
+        else:
+            # There is a mask anyway: reads a few slots more, so that devices see fewer shapes. At most 1/16 more, at
+            # least to a multiple of 16, never slots that do not exist. (A batch may begin with nothing but padding,
+            # which must see something.)
+            last = max(self.needed, 1)
+            step = min(256, 1 << max(4, last.bit_length() - 5))
+            self.ranges = ((0, min(-(-last // step) * step, most)),)
         self.bounded = layout.room != NO_LIMIT
         due = [row for row in self.distinct if layout.compacted_if_due(row) is not row]
         self.steady = not (self.padded or self.transient or due)
@@ -98,15 +104,6 @@ class Plan:
                 begin, end = self.ranges[0]
                 self.read = _slots(begin, end - begin)
 
-    def _bucket(self, end: int) -> int:
-        """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
-
-        At most 1/16 more slots, at least to a multiple of 16, and never into slots that do not exist.
-        """
-        end = max(end, 1)  # a batch may begin with nothing but padding, which must see something
-        step = min(256, 1 << max(4, end.bit_length() - 5))
-        return min(-(-end // step) * step, self.layout.most_slots)
-
     def is_padding(self, index: int, token: int) -> bool:
         """Whether a new token of row `index` is padding."""
         return token >= self.counts[index] or self.rows[index].offset + token < 0
@@ -114,19 +111,15 @@ class Plan:
     @property
     def next(self) -> Plan:
         """The plan of an equal update after this one, cached: layers that share this plan share the next."""
-        if self._next is None:
-            self._plan_ahead()
+        plan = self
+        if self._next is None:  # a few at once: several times as fast as one by one between other work
+            for _ in range(AHEAD if self.steady else 1):
+                plan._next = Plan(plan.layout, plan.after, plan.new)
+                plan = plan._next
+                if not plan.steady:
+                    break
         assert self._next is not None
         return self._next
-
-    def _plan_ahead(self) -> None:
-        """Makes the next few plans at once, which is several times as fast as one by one between other work."""
-        plan = self
-        for _ in range(AHEAD if self.steady else 1):
-            plan._next = Plan(plan.layout, plan.after, plan.new)
-            plan = plan._next
-            if not plan.steady:
-                return
 
     @property
     def distinct(self) -> tuple[Row, ...]:

@@ -73,15 +73,11 @@ class DeferredMask:
             number: of its class. Caches of two classes have histories of their own, and may come to stand alike in what
                 can be seen of them.
         """
-        if cache.evictor is not None and self._window is not None:  # then integers alone do not say
-            return self._mask_of(cache)
         key = number, cache.layout, cache.rows, cache.lengths
-        if key not in self._known:
-            self._known[key] = self._mask_of(cache)
+        by_integers = cache.evictor is None or self._window is None
+        if key not in self._known or not by_integers:
+            self._known[key] = cache.make_mask(self._new, self._return_array, self._window)
         return self._known[key]
-
-    def _mask_of(self, cache: KVCache) -> Mask:
-        return cache.make_mask(self._new, self._return_array, self._window)
 
 
 class Reading:

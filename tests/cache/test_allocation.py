@@ -15,10 +15,10 @@ from mlx_kv.cache.eviction import allocation
 from mlx_kv.cache.eviction.allocation import (
     DIGITS,
     HeadBudgets,
-    by_layer,
     head_budgets,
     max_head_tokens,
     max_layer_tokens,
+    table_of,
     token_counts,
 )
 
@@ -97,8 +97,8 @@ def test_a_table_that_was_divided_by_its_mean_stays_the_same(table: list[list[fl
 
 @given(tables)
 def test_a_layer_has_the_mean_of_its_heads(table: HeadBudgets) -> None:
-    found = by_layer(table)
-    assert by_layer(found) == found
+    found = table_of("layer", table)
+    assert table_of("layer", found) == found
     for row, (share,) in zip(table, found, strict=True):
         assert share == pytest.approx(sum(row) / len(row), abs=2 * 10**-DIGITS)
 
@@ -116,7 +116,7 @@ def test_bounds_are_never_exceeded_and_reached(table: HeadBudgets, mean: int) ->
 def test_a_layer_may_have_more_than_the_mean_of_its_heads_says() -> None:
     """A head that keeps all leaves tokens to the heads of another layer."""
     table = head_budgets([[2, 2], [4, 0]])
-    assert by_layer(table) == ((1.0,), (1.0,))
+    assert table_of("layer", table) == ((1.0,), (1.0,))
     assert sum(token_counts(table, 300, 400)[0]) == 800
     assert max_layer_tokens(table, 0, 300) >= 800
 

@@ -172,11 +172,12 @@ def trims_one_less(layout: Append, rows: tuple[Row, ...], counts: tuple[int, ...
     return tuple(row._replace(offset=row.offset - max(0, count - 1)) for row, count in zip(rows, counts, strict=True))
 
 
-def grows_and_forgets_one(self: Any, capacity: int, used: int) -> None:
-    genuine_reserve(self, capacity, used - 1)
+def grows_and_forgets_one(self: Any, moves: Any, capacity: int) -> None:
+    ((source, target, count),) = moves[0]
+    genuine_rearrange(self, [[(source, target, count - 1)]], capacity)
 
 
-genuine_reserve = mlx_kv.cache.buffers.SlotBuffer.reserve
+genuine_rearrange = mlx_kv.cache.buffers.SlotBuffer.rearrange
 
 PLANTED = {
     "mask: the diagonal is missing": (mlx_kv.cache.mask, "visible", sees_one_less, RAGGED),
@@ -185,7 +186,7 @@ PLANTED = {
     "offset: a trim drops one less": (mlx_kv.cache.kv_cache, "trim_rows", trims_one_less, EVEN),
     "growth: the last token stays behind": (
         mlx_kv.cache.buffers.SlotBuffer,
-        "reserve",
+        "rearrange",
         grows_and_forgets_one,
         [("update", 250)] * 2,
     ),

@@ -58,7 +58,7 @@ def forgets_copies_between(self: SegmentedCache, moved: row_classes.Regrouping) 
 
 def one_mask_for_all(self: DeferredMask, number: int, cache: KVCache) -> Any:
     known = self._known
-    return known.setdefault("all", None if known else self._mask_of(cache))
+    return known.setdefault("all", None if known else cache.make_mask(self._new, self._return_array, self._window))
 
 
 BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
