@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import mlx.core as mx
 from msgspec import Meta
 
-from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
+from mlx_kv.cache.buffers import Buffers, signature_of
 from mlx_kv.cache.codecs import Codecs, are_plain
 from mlx_kv.settings import MOST_TOKENS, SettingError, shown, whole_number
 
@@ -130,7 +130,13 @@ def check_update(keys: mx.array, values: mx.array, codecs: Codecs, buffers: Buff
     if empty and [signature_of(x) for x in (keys, values)] != [each.signature for each in buffers]:
         return True
     for name, tensor, buffer in zip(("keys", "values"), (keys, values), buffers, strict=True):
-        check_unchanged(name, tensor, buffer)
+        kinds = ("rows", "KV heads", "head dim", "dtype")
+        for what, new, old in zip(kinds, signature_of(tensor), buffer.signature, strict=True):
+            if new != old:
+                raise ValueError(
+                    f"{name} came with {what} {new}, but this cache holds {what} {old}: "
+                    "use one cache for one layer of one batch, and reset() it for a new session"
+                )
     return False
 
 
@@ -160,16 +166,4 @@ def check_tokens(keys: mx.array, values: mx.array) -> None:
             raise ValueError(
                 f"keys {keys.shape} and values {values.shape} differ in {what}: "
                 "both must describe the same tokens of the same heads"
-            )
-
-
-def check_unchanged(name: str, tensor: mx.array, buffer: SlotBuffer) -> None:
-    """Raises ValueError if anything but the number of tokens differs from the buffer."""
-    for what, new, old in zip(
-        ("rows", "KV heads", "head dim", "dtype"), signature_of(tensor), buffer.signature, strict=True
-    ):
-        if new != old:
-            raise ValueError(
-                f"{name} came with {what} {new}, but this cache holds {what} {old}: "
-                "use one cache for one layer of one batch, and reset() it for a new session"
             )

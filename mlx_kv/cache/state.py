@@ -122,33 +122,20 @@ def restored(value: tuple[Any, ...], growth: Growth, reserved: int) -> tuple[Cac
         ValueError: a codec or a score that is not registered in this process, or parts that don't go together.
     """
     state = named_state(value)
-    return state, _parts_of(state, growth, reserved), _buffers_of(state)
-
-
-def _parts_of(state: CacheState, growth: Growth, reserved: int) -> CacheParts:
     layout, evictor = make_layout(*state.layout), None
     if isinstance(layout, Budget):
         evictor = Evictor(layout) if state.eviction is None else Evictor.from_state(layout, state.eviction)
     residual = None if state.residual is None else Residual.from_state(state.residual)
     check_residual(residual, layout, evictor)
+    of_keys, of_values = (find_codec(name, parameters) for name, parameters in state.codecs)
     settings = growth, reserved, state.quantized_start, state.packed_decode
-    return CacheParts(_codecs_of(state), layout, evictor, residual, *settings)
-
-
-def _codecs_of(state: CacheState) -> Codecs:
-    """The codecs of keys and of values."""
-    keys, values = (find_codec(name, parameters) for name, parameters in state.codecs)
-    return keys, values
-
-
-def _buffers_of(state: CacheState) -> Buffers | None:
-    """The buffers of a state; None where nothing was stored."""
+    parts = CacheParts((of_keys, of_values), layout, evictor, residual, *settings)
     if state.keys is None or state.values is None:
-        return None
-    codecs, planes = _codecs_of(state) if state.encoded else PLAIN, (tuple(state.keys), tuple(state.values))
+        return state, parts, None
+    codecs, planes = parts.codecs if state.encoded else PLAIN, (tuple(state.keys), tuple(state.values))
     tensors = state.tensors or [tensor_of_planes(*each) for each in zip(codecs, planes, strict=True)]
     keys, values = (
         SlotBuffer(codec, each, head_dim, DTYPES[dtype])
         for codec, each, (head_dim, dtype) in zip(codecs, planes, tensors, strict=True)
     )
-    return keys, values
+    return state, parts, (keys, values)

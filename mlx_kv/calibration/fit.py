@@ -413,8 +413,7 @@ def _numbers(name: str) -> tuple[int, ...]:
 def is_work_file(path: Path) -> bool:
     """Whether a file is of a calibration in progress."""
     try:
-        with path.open("rb") as file:
-            words = tensor_files.words_of(file, path.stat().st_size)
+        words = tensor_files.read_metadata(path)
     except OSError:
         return False
     return words is not None and words.get("format") == FORMAT

@@ -114,16 +114,11 @@ def atomic_write(path: str | Path) -> Iterator[IO[bytes]]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Synchronises the names in a folder to the disk."""
-    opened = os.open(folder, os.O_RDONLY)
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(folder)  # the names in it
     finally:
-        os.close(opened)
+        os.close(folder)
 
 
 def _open_temporary(target: Path, mode: int) -> tuple[Path, IO[bytes]]:

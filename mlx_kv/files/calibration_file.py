@@ -203,8 +203,7 @@ def is_calibration(path: Path) -> bool:
 
 def _words(path: Path) -> dict[str, str] | None:
     try:
-        with path.open("rb") as file:
-            return tensor_files.words_of(file, os.fstat(file.fileno()).st_size)
+        return tensor_files.read_metadata(path)
     except OSError:
         return None
 
@@ -261,8 +260,11 @@ def default_path(model_path: str | Path, fingerprint: str, *, beside_model: bool
     Raises:
         ValueError: there is no cache folder.
     """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     folder = Path(model_path)
-    users = beside_model and folder.is_dir() and not _in_hub_cache(folder) and folder.parent != BUNDLED
+    in_hub_cache = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(HF_HUB_CACHE))
+    users = beside_model and folder.is_dir() and not in_hub_cache and folder.parent != BUNDLED
     if users and os.access(beside(folder).parent, os.W_OK):
         existing = _words(beside(folder)) or {}
         if existing.get("fingerprint", fingerprint) == fingerprint:
@@ -273,9 +275,3 @@ def default_path(model_path: str | Path, fingerprint: str, *, beside_model: bool
     (cache / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     name = Path(os.path.abspath(folder)).name if folder.is_dir() else str(model_path).replace("/", "--")
     return cache / FOLDER / f"{name}-{fingerprint[:8]}{SUFFIX}"
-
-
-def _in_hub_cache(folder: Path) -> bool:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(HF_HUB_CACHE))

@@ -118,17 +118,8 @@ def check_output(path: str | Path, force: bool = False, fix: str = "force=True")
 
 def is_prompt_cache(path: str | Path) -> bool:
     """Whether a file has the metadata of a prompt cache of mlx-kv, of any version, or of mlx-lm; it may be damaged."""
-    with open(path, "rb") as file:
-        words = tensor_files.words_of(file, os.fstat(file.fileno()).st_size)
+    words = tensor_files.read_metadata(path)
     return words is not None and (VERSION_WORD in words or is_stock(words))
-
-
-def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    check_type("metadata", metadata, Mapping | None, "give a dict of strings, or None")
-    words = dict(metadata or {})
-    if not all(isinstance(word, str) for pair in words.items() for word in pair):
-        raise ValueError("metadata has a key or a value that is not text: convert it to str, for instance with json")
-    return words
 
 
 @dataclass(frozen=True)
@@ -162,11 +153,15 @@ def pack(
     Raises:
         ValueError: metadata other than strings, or a cache of an unknown kind.
     """
+    check_type("metadata", metadata, Mapping | None, "give a dict of strings, or None")
+    words = dict(metadata or {})
+    if not all(isinstance(word, str) for pair in words.items() for word in pair):
+        raise ValueError("metadata has a key or a value that is not text: convert it to str, for instance with json")
     arrays: dict[str, mx.array] = {}
     described = [describe(cache, str(index), arrays) for index, cache in enumerate(caches)]
     if tokens is not None:
         arrays["tokens"] = mx.array(token_ids(tokens, what="tokens"), dtype=mx.int32)
-    description = {"caches": described, "metadata": _checked(metadata), "fingerprint": fingerprint}
+    description = {"caches": described, "metadata": words, "fingerprint": fingerprint}
     return PackedCaches(tensor_files.contents(arrays), description)
 
 
@@ -201,6 +196,11 @@ class ReadFile:
     path: str | Path
     file: tensor_files.TensorFile
     description: Description | None  # None: mlx-lm wrote it
+
+    @property
+    def columns(self) -> list[BlockColumn]:
+        """The blocks that belong to a part of an entry of a prompt store."""
+        return [] if self.description is None else self.description.blocks or []
 
     def restore(self) -> PromptFile:
         """Makes the caches.
@@ -394,11 +394,7 @@ def _flat_caches(described: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]
 
 def block_names(rest: ReadFile) -> list[list[str]]:
     """The names of the blocks that go with a rest, by column."""
-    return [[name for name, _ in column.blocks] for column in _stored_columns(rest)]
-
-
-def _stored_columns(rest: ReadFile) -> list[BlockColumn]:
-    return [] if rest.description is None else rest.description.blocks or []
+    return [[name for name, _ in column.blocks] for column in rest.columns]
 
 
 def join_blocks(rest: ReadFile, read: Callable[[str], tensor_files.TensorFile]) -> ReadFile:
@@ -411,7 +407,7 @@ def join_blocks(rest: ReadFile, read: Callable[[str], tensor_files.TensorFile]) 
         ValueError: the blocks do not fit. Also anything that `read` raises.
     """
     contents = dict(rest.file.contents)
-    for column in _stored_columns(rest):
+    for column in rest.columns:
         if any(name not in contents or len(contents[name].shape) != 3 for name in column.arrays):
             raise ValueError("its blocks are of arrays that it does not have")
         total = sum(slots for _, slots in column.blocks)

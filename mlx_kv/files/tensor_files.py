@@ -312,12 +312,13 @@ def read(path: str | Path) -> TensorFile:
     return TensorFile(words, named, digests)
 
 
-def words_of(file: IO[bytes], size: int) -> dict[str, str] | None:
-    """The metadata of an open file of so many bytes, which may be cut off; None if it is no safetensors file."""
-    try:
-        return _read_header("", file, size, whole=False)[0]
-    except ValueError:
-        return None
+def read_metadata(path: str | Path) -> dict[str, str] | None:
+    """The metadata of a file, which may be cut off; None if it is no safetensors file. Raises OSError as `open`."""
+    with open(path, "rb") as file:
+        try:
+            return _read_header(path, file, os.fstat(file.fileno()).st_size, whole=False)[0]
+        except ValueError:
+            return None
 
 
 class ArrayHeader(Part):

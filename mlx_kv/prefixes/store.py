@@ -541,5 +541,4 @@ class PromptStore(PrefixCache[IndexedEntry]):
 
 def _metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file; empty if it is none."""
-    with open(path, "rb") as file:
-        return tensor_files.words_of(file, path.stat().st_size) or {}
+    return tensor_files.read_metadata(path) or {}
