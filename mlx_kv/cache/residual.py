@@ -91,6 +91,9 @@ class Places:
         return self._mask[2]
 
 
+_places = lru_cache(maxsize=8)(Places)
+
+
 class Residual:
     """The newest tokens of the rows of one layer.
 
@@ -233,7 +236,8 @@ class Residual:
         if len(self.first) != len(plan.rows):
             self.first = self.first[:1] * len(plan.rows)
         rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
-        plan_of_ring = plan_of(self._ring, rows, plan.new, plan.counts if plan.padded else None)
+        ring = Ring(self.length, self.room + 1)
+        plan_of_ring = plan_of(ring, rows, plan.new, plan.counts if plan.padded else None)
         long = plan.new > self.room + 1  # then it overwrites some of what its first queries see
         # Handles only where needed: a buffer with another handle is copied by a write in place.
         before = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers] if long else []
@@ -273,10 +277,6 @@ class Residual:
         )
         return keys, values
 
-    @property
-    def _ring(self) -> Ring:
-        return Ring(self.length, self.room + 1)
-
     def _write(self, tensors: tuple[mx.array, mx.array], own: Plan) -> None:
         """Writes new tokens by a plan of the ring."""
         assert self.buffers is not None, "there is a ring to write to"
@@ -288,12 +288,6 @@ class Residual:
 
 def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers:
     return made(buffers[0]), made(buffers[1])
-
-
-@lru_cache(maxsize=8)
-def _places(plan: Plan, length: int, slots: int, long: bool) -> Places:
-    """Places in the ring after a write; for a long write, in the ring before it followed by the new tokens."""
-    return Places(plan, length, slots, long)
 
 
 def _positions(slots: int, ends: Sequence[int]) -> np.ndarray:

@@ -115,9 +115,13 @@ def join(cache: RowStorage, others: Sequence[RowStorage]) -> None:
         cache.layout, everyone = layout, [_in_layout(each, layout) for each in everyone]
         filled = [each for each in everyone if not each.empty()]
     encoded = any(each.encoded for each in filled)  # if one cache is quantised, all become so
-    # Where no row has a token, buffers left over from trimmed rows have rows for this cache only.
-    cache.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
-    cache.encoded = encoded
+    buffers = None  # where no row has a token: those left over from trimmed rows have rows for this cache only
+    if filled:  # at most the slots that they hold now, or can ever need
+        used = max(each.used for each in filled)
+        enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
+        needed = max(each.round_up(max(used, enough)) for each in filled)
+        buffers = joined_buffers(everyone, min(needed, max(each.capacity for each in filled)), encoded)
+    cache.buffers, cache.encoded = buffers, encoded
     if cache.residual is not None:
         parts = [(each.residual, len(each.rows)) for each in everyone if each.residual is not None]
         cache.residual = Residual.joined(parts)
@@ -143,13 +147,6 @@ def _in_layout(cache: RowStorage, layout: Layout) -> RowStorage:
     if copied.buffers is not None and not stay(cache.layout, layout, cache.rows):
         change_layout(copied.buffers, cache.layout, layout, cache.rows, copied.round_up(copied.used), copied.used)
     return copied
-
-
-def _joint_capacity(filled: Sequence[RowStorage]) -> int:
-    """Slots for all rows: at most what they hold now, or can ever need."""
-    used = max(each.used for each in filled)
-    enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
-    return min(max(each.capacity for each in filled), max(each.round_up(max(used, enough)) for each in filled))
 
 
 def joined_buffers(everyone: Sequence[RowStorage], capacity: int, encoded: bool) -> Buffers:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_kv.bundled import FOLDER as BUNDLED
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.codecs import Centre
-from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration, FittedLayer, Rotation, as_arrays
+from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration, FittedLayer, Rotation
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.serialization import model_fingerprint
@@ -69,7 +69,7 @@ def save_calibration(path: str | Path, calibration: Calibration, *, force: bool 
     }
     if calibration.losses or calibration.centres:
         words |= {"losses": json.dumps(calibration.losses, allow_nan=False), "centres": str(len(calibration.centres))}
-    arrays = as_arrays(calibration.layers)
+    arrays = {f"layers.{i}.{name}": x for i, layer in enumerate(calibration.layers) for name, x in layer.arrays.items()}
     for i, centre in enumerate(calibration.centres):
         if centre is not None:
             arrays[f"centres.{i}"] = centre.array(mx.float16)[:, 0]

@@ -132,24 +132,6 @@ def token_counts(table: HeadBudgets, mean: int, most: int) -> tuple[tuple[int, .
     return tuple(tuple(counts[first : first + width]) for first in range(0, len(flat), width))
 
 
-def layer_counts(table: HeadBudgets, layer: int, mean: int, most: int, heads: range, every: int) -> tuple[int, ...]:
-    """How many tokens some heads of one layer keep; see `token_counts`.
-
-    Args:
-        heads: their numbers, of `every` KV heads of the layer.
-
-    Raises:
-        ValueError: a table for another number of heads.
-    """
-    head_counts = token_counts(table, mean, most)[layer]
-    if len(head_counts) not in (1, every):
-        raise ValueError(
-            f"the table of budgets has {len(head_counts)} numbers in a row, and a layer has {every} KV heads: give a "
-            "number for each head, or one for all of them"
-        )
-    return head_counts * len(heads) if len(head_counts) == 1 else head_counts[heads.start : heads.stop]
-
-
 def max_layer_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
     """The largest number of tokens that all heads of one layer keep together, however many are read (`token_counts`).
 

@@ -166,11 +166,6 @@ class BitsLoss(NamedTuple):
     nats: float
     error: float
 
-    @property
-    def upper_bound(self) -> float:
-        """The added loss plus one standard error; a gain counts as 0."""
-        return max(self.nats, 0.0) + self.error
-
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
@@ -258,7 +253,8 @@ class Calibration:
             raise ValueError(f"max_loss is {shown(max_loss)}: give nats a token, 0 or more")
         if not self.losses:
             raise ValueError(f"this calibration has no losses of bits: {ANEW}")
-        return next((each for each in self.losses if each.upper_bound <= max_loss), None)
+        # A gain counts as no loss.
+        return next((each for each in self.losses if max(each.nats, 0.0) + each.error <= max_loss), None)
 
     def centred(self, codec: Codec) -> CentredByLayer:
         """A codec of keys that subtracts their centres and stores the difference by `codec`.
@@ -278,8 +274,3 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"Calibration({self.name})"
-
-
-def as_arrays(layers: Sequence[FittedLayer]) -> dict[str, mx.array]:
-    """All weights by name, for a file."""
-    return {f"layers.{i}.{name}": array for i, layer in enumerate(layers) for name, array in layer.arrays.items()}

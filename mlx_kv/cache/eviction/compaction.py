@@ -124,7 +124,9 @@ class CompactionStep:
             ValueError: scores that are not finite.
         """
         self.scoring.check_finite(scores)
-        moves = eviction_moves(self._layout, self.rows[index], scores, self._positions(index))
+        layout, row = self._layout, self.rows[index]
+        evictable = self._positions(index)[:, layout.sinks : layout.sinks + scores.shape[1]]
+        moves = hole_moves(layout, row, lowest(scores, evictable, row.end - layout.budget) + layout.sinks)
         mx.eval(moves)
         return RowPlan(moves)
 
@@ -136,7 +138,8 @@ class CompactionStep:
         if self._counts is not None:
             counts = list(self._counts(self.rows[index].offset - protected, heads))
             if self._scope != "adaptive":
-                return lowest_of_each(tokens, counts)
+                place = mx.argsort(mx.argsort(tokens.ranks, axis=-1), axis=-1)
+                return place < tokens.alive.sum(axis=-1, keepdims=True) - mx.array(counts)[:, None]
         mean = sum(counts) // heads + protected
         return lowest_of_all(tokens, sum(counts), max(0, int(SAFEGUARD * mean) - protected))
 
@@ -188,18 +191,6 @@ def in_order(scores: mx.array, ties: mx.array) -> mx.array:
     bits = (scores + 0.0).view(mx.int32)  # -0.0 becomes 0.0
     ascending = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats as integers of the same order
     return ascending.astype(mx.int64) * 2**32 + ties
-
-
-def eviction_moves(layout: Budget, row: Row, scores: mx.array, positions: mx.array) -> Moves:
-    """What moves into the holes if the tokens of the lowest scores are evicted, down to the budget.
-
-    Args:
-        scores: (H, n - sinks - keep_recent) float32, finite: of the evictable slots.
-        positions: (H, n), of all live slots.
-    """
-    sinks = layout.sinks
-    evictable = positions[:, sinks : sinks + scores.shape[1]]
-    return hole_moves(layout, row, lowest(scores, evictable, row.end - layout.budget) + sinks)
 
 
 def hole_moves(layout: Budget, row: Row, victims: mx.array) -> Moves:
@@ -299,12 +290,6 @@ def lowest_of_all(tokens: Evictable, kept: int, sure: int) -> mx.array:
     return gone.reshape(ranks.shape)
 
 
-def lowest_of_each(tokens: Evictable, counts: Sequence[int]) -> mx.array:
-    """(H, m') of bool, the tokens that are evicted if head i keeps counts[i]."""
-    place = mx.argsort(mx.argsort(tokens.ranks, axis=-1), axis=-1)
-    return place < tokens.alive.sum(axis=-1, keepdims=True) - mx.array(list(counts))[:, None]
-
-
 def uneven_plan(layout: Budget, row: Row, tokens: Evictable, gone: mx.array, alive: mx.array) -> RowPlan:
     """What moves if some tokens are evicted, a different number of each head.
 
@@ -313,26 +298,18 @@ def uneven_plan(layout: Budget, row: Row, tokens: Evictable, gone: mx.array, ali
         alive: (H, n) of bool.
     """
     last = row.end - layout.keep_recent  # m
-    holes = mx.concatenate([~alive[:, : layout.sinks], gone | ~tokens.alive], axis=1)  # (H, m)
-    kept = last - holes.sum(axis=-1)  # (H,)
-    longest: int = kept.max().item()  # type: ignore[assignment]
-    return RowPlan(filling(holes, kept), longest - layout.cut, (longest - kept).astype(mx.int32))
-
-
-def filling(gone: mx.array, kept: mx.array) -> Moves:
-    """The moves (H, most) that fill the first slots of each head. Some may be the same move again.
-
-    Args:
-        gone: (H, m) of bool, slots without a token.
-        kept: (H,), how many of them have one.
-    """
-    slots = mx.arange(gone.shape[1], dtype=mx.int32)[None]
+    empty = mx.concatenate([~alive[:, : layout.sinks], gone | ~tokens.alive], axis=1)  # (H, m)
+    kept = last - empty.sum(axis=-1)  # (H,)
+    # The first `kept` slots of each head are filled; some of these moves may be the same again.
+    slots = mx.arange(last, dtype=mx.int32)[None]
     inside = slots < kept[:, None]
-    holes, outside = gone & inside, ~(gone | inside)  # as many of the one as of the other, in each head
+    holes, outside = empty & inside, ~(empty | inside)  # as many of the one as of the other, in each head
     count = holes.sum(axis=-1, keepdims=True)
     most: int = count.max().item()  # type: ignore[assignment]
-    rising = (mx.sort(mx.where(which, slots, gone.shape[1]), axis=-1)[:, :most] for which in (outside, holes))
-    return Moves(*(as_long(each, count, most) for each in rising))
+    rising = (mx.sort(mx.where(which, slots, last), axis=-1)[:, :most] for which in (outside, holes))
+    moves = Moves(*(as_long(each, count, most) for each in rising))
+    longest: int = kept.max().item()  # type: ignore[assignment]
+    return RowPlan(moves, longest - layout.cut, (longest - kept).astype(mx.int32))
 
 
 # --- a batch ----------------------------------------------------------------------------------------------------------
@@ -409,16 +386,9 @@ def kept_after(
             each.append(as_wide(moved, widest))
         return mx.stack(each)
 
-    return KeptTokens(
-        lines(positions, kept.positions, mx.int32),
-        None if scores is None else lines(scores, kept.scores, mx.float32),
-        _dead_after(len(rows), heads, kept.dead, dead),
-    )
-
-
-def _dead_after(rows: int, heads: int, before: mx.array | None, made: Mapping[int, mx.array]) -> mx.array | None:
-    """`KeptTokens.dead` after a compaction, (B, H); None where no slot is dead."""
-    if before is None and not made:
-        return None
-    none = mx.zeros((heads,), mx.int32)
-    return mx.stack([made.get(i, none if before is None else before[i]) for i in range(rows)])
+    all_dead = kept.dead
+    if dead:
+        before = mx.zeros((len(rows), heads), mx.int32) if kept.dead is None else kept.dead
+        all_dead = mx.stack([dead.get(i, before[i]) for i in range(len(rows))])
+    of_scores = None if scores is None else lines(scores, kept.scores, mx.float32)
+    return KeptTokens(lines(positions, kept.positions, mx.int32), of_scores, all_dead)

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from mlx_kv.cache.buffers import Buffers, move_slots
 from mlx_kv.cache.checks import Count
-from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of, uneven_heads
+from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, table_of, token_counts, uneven_heads
 from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, LayerMasks
 from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
@@ -242,7 +242,11 @@ class Evictor:
 
     def live_positions(self, row: Row, index: int) -> mx.array:
         """The position of each live slot of one row, (H', n); -1 in dead slots."""
-        return self.metadata.kept.token_positions(self.layout, row, index)
+        kept = self.metadata.kept
+        positions = kept.live_positions(self.layout, row, index)
+        if kept.dead is None:
+            return positions
+        return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
     def tokens_by_head(self, row: Row, index: int) -> list[int]:
         """The number of tokens in each head of one row; one number where all heads hold the same."""
@@ -270,11 +274,21 @@ class Evictor:
         return self.metadata.kept.key_positions(self.layout, plan)
 
     def counts(self, most: int, heads: int) -> Sequence[int]:
-        """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
+        """Evictable tokens that each head of this layer keeps by the table, of `most` that were read.
+
+        Raises:
+            ValueError: a table for another number of heads.
+        """
         assert self.table is not None, "counts are fixed where there is a table"
         mean = self.layout.budget - self.layout.sinks - self.layout.keep_recent
+        head_counts = token_counts(self.table, mean, most)[self.layer]
         first, every = self.communicator.first_head(heads), self.communicator.total_heads(heads)
-        return layer_counts(self.table, self.layer, mean, most, range(first, first + heads), every)
+        if len(head_counts) not in (1, every):
+            raise ValueError(
+                f"the table of budgets has {len(head_counts)} numbers in a row, and a layer has {every} KV heads: give "
+                "a number for each head, or one for all of them"
+            )
+        return head_counts * heads if len(head_counts) == 1 else head_counts[first : first + heads]
 
     def _contents(self) -> tuple[tuple[Row, ...], Buffers]:
         """Where the rows of the cache stand, and its buffers."""
@@ -697,9 +711,7 @@ class LayerGroup:
             return
         head_scores = [(each, each.step.scoring.of_heads(each.row_index)) for each in layers]
         missing = [(each, scores) for each, scores in head_scores if scores is not None]
-        local_scores = list(
-            evaluate_together((scores for _, scores in missing), layers[0].step.nbytes, TOGETHER_BYTES, True)
-        )
+        local_scores = list(evaluate_together((x for _, x in missing), layers[0].step.nbytes, TOGETHER_BYTES))
         gathered = self.communicator.gather_heads(local_scores) if local_scores else []
         for (each, _), scores in zip(missing, gathered, strict=True):
             each.step.scoring.set_heads(each.row_index, scores)
@@ -707,7 +719,7 @@ class LayerGroup:
     def _sum_of_layers(self, layers: Sequence[LayerStep]) -> mx.array:
         """The scores of all layers, (1, m), each scaled so that layers are comparable; added in the order of layers."""
         each_layer = (each.step.scoring.standardised(each.row_index) for each in layers)
-        here = evaluate_together(each_layer, layers[0].step.nbytes, TOGETHER_BYTES, True)
+        here = evaluate_together(each_layer, layers[0].step.nbytes, TOGETHER_BYTES)
         total = mx.zeros(1)
         for scores in self.communicator.gather_layers(list(here)) if self.communicator.splits_layers else here:
             total = total + scores

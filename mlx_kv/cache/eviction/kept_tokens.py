@@ -50,13 +50,6 @@ class KeptTokens(NamedTuple):
         rest = mx.broadcast_to(mx.arange(cut, n, dtype=mx.int32) - row.start, (kept.shape[0], n - cut))
         return mx.concatenate([kept, rest], axis=1)
 
-    def token_positions(self, layout: Budget, row: Row, index: int) -> mx.array:
-        """`live_positions`, but -1 in dead slots."""
-        positions = self.live_positions(layout, row, index)
-        if self.dead is None:
-            return positions
-        return mx.where(self.alive(layout, row, index, positions.shape[1]), positions, -1)
-
     def alive(self, layout: Budget, row: Row, index: int, slots: int) -> mx.array:
         """Which of the first `slots` slots of row `index` a head may read, (H, slots) of bool; (1, slots) if all."""
         numbers = mx.arange(slots, dtype=mx.int32)[None]

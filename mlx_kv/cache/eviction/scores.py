@@ -12,7 +12,7 @@ B rows, Hq query heads, H KV heads, g = Hq / H, D head dim; n tokens, m queries.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,26 +148,19 @@ class Blocks:
         return evaluate_together(arrays, 4 * self.rows * self.heads * self.tokens * self.dim)
 
 
-def evaluate_together(
-    arrays: Iterator[mx.array], nbytes: int, limit: int = TOGETHER_BYTES, at_once: bool = False
-) -> Iterator[mx.array]:
-    """The same arrays, evaluated in groups, which bounds the memory at the peak.
+def evaluate_together(arrays: Iterable[mx.array], nbytes: int, limit: int = TOGETHER_BYTES) -> Iterator[mx.array]:
+    """The same arrays, evaluated several at a time, which bounds the peak of memory; the last are left to the caller.
 
     Args:
         nbytes: that each is made of.
-        limit: bytes that a group is made of.
-        at_once: evaluate a group when it is full; else before the next array is made, so that the last group is left
-            to those who use it.
+        limit: bytes that those evaluated at once are made of.
     """
     together: list[mx.array] = []
     for array in arrays:
-        if not at_once and len(together) == max(1, limit // nbytes):
+        if len(together) == max(1, limit // nbytes):
             mx.eval(together)
             together.clear()
         together.append(array)
-        if at_once and len(together) == max(1, limit // nbytes):
-            mx.eval(together)
-            together.clear()
         yield array
 
 
@@ -474,11 +467,6 @@ class Score:
             ) from None
 
 
-def _of_entry_point(name: str, found: Any) -> Score:
-    """Entry points of the group `mlx_kv.scores` are each a function or a `Score`."""
-    return found if isinstance(found, Score) else Score(name, found)
-
-
 OURS = (
     Score("key_diff", key_diff),
     Score("key_norm", key_norm, per_token=True),
@@ -496,7 +484,13 @@ REMOVED = {  # in 0.4, and what to use instead
     "lag_kv": "{score:='key_diff'}",
     "value_norm": "{score:='key_diff'}",
 }
-SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point, REMOVED)
+SCORES: OpenSet[Score] = OpenSet(
+    "score",
+    "a function",
+    {score.name: score for score in OURS},
+    lambda name, loaded: loaded if isinstance(loaded, Score) else Score(name, loaded),
+    REMOVED,
+)
 MEASURED: dict[str, Score] = {}  # of calibrations, by name: loaded caches find them, and no list of names has them
 
 

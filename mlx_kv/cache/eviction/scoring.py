@@ -336,11 +336,13 @@ class Observation:
         if ends == self.ends:
             return answer  # another layer, which attends to the same tokens
         self.scale, self.sinks = call.scale, call.sinks
-        spans = tuple([_span(row, new if counts is None else counts[i]) for i, row in enumerate(rows)])
+        # The columns of each row's own tokens: padding comes before them, and after `counts`.
+        counted = zip(rows, (new,) * len(rows) if counts is None else counts, strict=True)
+        spans = tuple([(min(count, max(0, count - row.offset)), count) for row, count in counted])
         for row, (end, (first, last)) in enumerate(zip(ends, spans, strict=True)):
             if self.ends[row] != end - (last - first):
                 self._begin_row(row, end - (last - first))
-        self.recent.append(queries, spans)
+        self.recent.pieces.append(Piece(queries, spans))
         self.ends = ends
         if new <= SHORT and len(self.recent.pieces) <= PIECES:
             return answer
@@ -444,11 +446,6 @@ class Observation:
             self.recent = RecentQueries(rows, [Piece(observed.queries, spans)])
 
 
-def _span(row: Row, count: int) -> tuple[int, int]:
-    """The columns of a row's own tokens among those of an update; padding comes before, and from `count` on."""
-    return min(count, max(0, count - row.offset)), count
-
-
 class Piece(NamedTuple):
     """Some queries of every row.
 
@@ -492,9 +489,6 @@ class RecentQueries:
     def arrays(self) -> list[mx.array]:
         return [piece.queries for piece in self.pieces]
 
-    def append(self, queries: mx.array, spans: tuple[Span, ...]) -> None:
-        self.pieces.append(Piece(queries, spans))
-
     def drop_last(self, row: int, count: int) -> None:
         """Drops the last `count` queries of one row, or as many as there are."""
         for index in range(len(self.pieces) - 1, -1, -1):
@@ -534,7 +528,7 @@ class RecentQueries:
             shape = (*queries.shape[:2], width, queries.shape[3])
             queries = mx.take_along_axis(queries, mx.broadcast_to(index, shape), axis=2)
         elif len(parts) == 1 and cut:
-            queries = _copy(queries)
+            queries = mx.take(queries, mx.arange(width), axis=2)  # in memory of its own
         return JoinedQueries(queries, counts)
 
     def shorten(self, limit: int) -> None:
@@ -566,11 +560,6 @@ class RecentQueries:
             queries.append(mx.pad(part.queries, [(0, 0), (0, 0), (padding, 0), (0, 0)]))
             spans += [(width - count, width) for count in part.counts]
         return RecentQueries(self.rows + other.rows, [Piece(mx.concatenate(queries), tuple(spans))])
-
-
-def _copy(x: mx.array) -> mx.array:
-    """The same (B, Hq, s, D) in memory of its own, also where it is a slice of something contiguous."""
-    return mx.take(x, mx.arange(x.shape[2]), axis=2)
 
 
 class ObservedState(NamedTuple):
