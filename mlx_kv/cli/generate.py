@@ -180,7 +180,7 @@ def generate(
     from mlx_kv.communicator import LOCAL
     from mlx_kv.generation.decode_batch import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
-    from mlx_kv.generation.generate import shown_before, speculative_generate, stream_generate
+    from mlx_kv.generation.generate import speculative_generate, stream_generate
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.statistics import SpeculationStatistics, cache_statistics
     from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -207,10 +207,7 @@ def generate(
     if machine.leads and (
         processors := (*sampling.processors(), *answer_format.processors(tokenizer, tokens, len(before), chats))
     ):
-        # Without drafts, processors see only the tokens that the engine reads itself.
-        options["logits_processors"] = (
-            processors if drafts.enabled else [shown_before(each, before) for each in processors]
-        )
+        options["logits_processors"] = processors
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
@@ -222,7 +219,7 @@ def generate(
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
         if not drafts.enabled:
-            responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
+            responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, before=before, **options)
         else:
             options |= vars(drafts.settings) | {"statistics": speculation}
             options |= (

@@ -112,10 +112,10 @@ FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
     "kv_group_size": "group_size",
     "quantized_kv_start": "quantized_start",
 }
-# Of mlx-lm's stream_generate, which takes num_draft_tokens without a draft, too.
+# Of mlx-lm's stream_generate, which takes num_draft_tokens without a draft, too; and `before`.
 OPTIONS = (
     *("input_embeddings", "logits_processors", "num_draft_tokens", "prefill_step_size", "prompt_progress_callback"),
-    "stream",
+    *("stream", "before"),
 )
 
 
@@ -145,7 +145,7 @@ def stream_generate(
         group: ranks that each have a part of the model and make the same call. The prompt, limits and sampler of the
             leader apply, and all ranks stop when the leader stops iterating.
         options: those of mlx-lm's `generate_step`: prefill_step_size, logits_processors, prompt_progress_callback,
-            input_embeddings and stream.
+            input_embeddings and stream; and `before`, as in `speculative_generate`.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
@@ -156,7 +156,11 @@ def stream_generate(
         TypeError: an argument of another type, or an unknown option.
     """
     check_model("model", model)
-    _check_options(options)
+    check_policy_options(options)
+    if "draft_model" in options:
+        raise ValueError("draft_model is for speculative_generate: call that")
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise TypeError(f"there is no option {unknown[0]}: leave it out, or give one of {', '.join(OPTIONS)}")
     embeddings = options.get("input_embeddings")
     check_type("input_embeddings", embeddings, mx.array | None, "give an mx.array (tokens, hidden size), or None")
     if prompt_cache is not None and policy is None:
@@ -176,6 +180,7 @@ def stream_generate(
         sampler=sampler,
         seed=seed,
         prompt_cache=prompt_cache,
+        before=options.get("before", ()),
         prefill_step_size=options.get("prefill_step_size"),
         progress=options.get("prompt_progress_callback"),
         group=group,
@@ -282,7 +287,7 @@ def _stream(
     progress: Callable[[int, int], None] | None,
     group: Communicator | None,
     processors: Sequence[LogitsProcessor] | None,
-    before: Sequence[int] = (),
+    before: Sequence[int],
     embeddings: mx.array | None = None,
     device_stream: Any = None,
     statistics: SpeculationStatistics | None = None,
@@ -410,31 +415,11 @@ def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
         )
 
 
-def shown_before(processor: LogitsProcessor, before: Sequence[int]) -> LogitsProcessor:
-    """The processor for a loop that is given only its own tokens, not those before."""
-    if not before:
-        return processor
-    known = mx.array(list(before))
-
-    def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
-        return processor(mx.concatenate([known, tokens]), logits)
-
-    return adjusted
-
-
 def check_policy_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for options that a `CachePolicy` has."""
     for name, value in options.items():
         if name in FOR_THE_POLICY:
             raise ValueError(f"{name} is for the policy: use policy=CachePolicy({FOR_THE_POLICY[name]}={shown(value)})")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    check_policy_options(options)
-    if "draft_model" in options:
-        raise ValueError("draft_model is for speculative_generate: call that")
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise TypeError(f"there is no option {unknown[0]}: leave it out, or give one of {', '.join(OPTIONS)}")
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -599,7 +584,10 @@ class StopStrings:
             end, start = min(matches)
             self.stopped, self._pending, self.matched = True, "", text[start:end]
             return text[:start]
-        keep = max(self._beginning(text, string) for string in self._strings)
+        ends = [  # of the text, with which a stop string begins
+            n for string in self._strings for n in range(1, len(string)) if text.endswith(string[:n])
+        ]
+        keep = max(ends, default=0)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -607,9 +595,3 @@ class StopStrings:
         """The rest, at the end of the text."""
         text, self._pending = self._pending, ""
         return text
-
-    @staticmethod
-    def _beginning(text: str, string: str) -> int:
-        """The length of the longest end of the text that a stop string begins with."""
-        longest = min(len(text), len(string) - 1)
-        return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

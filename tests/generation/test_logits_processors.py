@@ -12,7 +12,14 @@ import pytest
 from engines import make_engine
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, speculative_generate, stream_generate
+from mlx_kv import (
+    CachePolicy,
+    SpeculationStatistics,
+    batch_generate,
+    make_prompt_cache,
+    speculative_generate,
+    stream_generate,
+)
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings
@@ -141,13 +148,24 @@ def test_what_was_read_before_is_shown_to_processors(way: str) -> None:
     wanted = slowly(model, settings)[0]
     engine = make_engine(model, set(), **WAYS[way](model))
     caches = engine.make_caches()
-    engine.read(mx.array([PROMPT[:15]]), caches)
+    engine._decoder.read(mx.array([PROMPT[:15]]), caches)
     row = TokenSequence(0, PROMPT[15:], TOKENS, None, None, caches, PROMPT[:15], settings.processors())
     engine.submit(row)
     found = []
     while engine.busy:
         found += [token.token for token in engine.step()]
     assert found == wanted
+
+
+def test_what_was_read_before_is_shown_to_processors_of_a_stream(reference: Any) -> None:
+    model = make_model("llama")
+    settings = replace(COUNTED, presence_context_size=0)
+    caches, wanted = make_prompt_cache(model), slowly(model, settings, 8)[0]
+    model(mx.array([PROMPT[:15]]), cache=caches)
+    options: dict[str, Any] = {"logits_processors": settings.processors(), "before": PROMPT[:15]}
+    got = [own.token for own in stream_generate(model, reference[1], PROMPT[15:], None, 8, None, caches, **options)]
+    assert got == wanted[: len(got)]
+    assert len(got) > 2
 
 
 def test_the_prompt_of_a_second_reading_is_shown_to_processors(reference: Any) -> None:
