@@ -20,15 +20,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.eviction.calibration import TINY_SHARE, FittedLayer, features
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import Row
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.generation.prefill import Instructions, TwoPassPrefill, prefill_step
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.probe import Ropes, architecture, cache_ropes
+from mlx_kv.mlxlm.probe import architecture, cache_ropes
 from mlx_kv.mlxlm.traverse import is_ours, leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import MOST_TOKENS
@@ -68,7 +66,8 @@ def read_twice(model: nn.Module, tokens: Sequence[int], instructions: Instructio
         reread = evictor.metadata.reread[0]
         assert reread is not None
         assert reread.received.shape[1] == len(tokens), "all of the text was read again"
-        keys, values = (_decoded(buffer, row) for buffer in buffers)
+        slots = ((row.start, row.start + row.offset),)  # nothing was evicted: all tokens, in their order
+        keys, values = (buffer.decode(buffer.read(slots)) for buffer in buffers)
         mx.eval(keys, values)
         readings.append(LayerReading(keys, values, reread.received))
     return readings
@@ -85,29 +84,12 @@ def _empty_caches(model: nn.Module) -> list[Any]:
         ) from error
 
 
-def _decoded(buffer: SlotBuffer, row: Row) -> mx.array:
-    """(1, H, n, D) of all tokens; nothing was evicted, so they lie in their order."""
-    return buffer.decode(buffer.read(((row.start, row.start + row.offset),)))
-
-
 def budgeted(caches: Sequence[Any]) -> list[tuple[int, KVCache]]:
     """The caches that a budget applies to, with their indices in the order of `leaves`, in the order of layers."""
     budgeted_caches = [
         (i, cache) for i, cache in enumerate(leaves(caches)) if is_ours(cache) and cache.evictor is not None
     ]
     return sorted(budgeted_caches, key=lambda pair: pair[1].evictor.layer)  # type: ignore[union-attr]
-
-
-def ropes_of(model: nn.Module) -> tuple[Ropes, ...]:
-    """The RoPE of keys and of values, for each layer of full attention.
-
-    Raises:
-        ValueError: there is no such layer, or its RoPE cannot be found.
-    """
-    which = tuple(index for index, _ in budgeted(_empty_caches(model)))
-    if not which:
-        raise ValueError(f"{architecture(model)} has no layer of full attention, so nothing to calibrate")
-    return cache_ropes(model, which)
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------
@@ -286,10 +268,17 @@ class Work:
         self._save()
 
     def _with_ropes(self) -> list[FittedLayer]:
-        """Layers with the RoPE of their cached keys, without weights."""
+        """Layers with the RoPE of their cached keys, without weights.
+
+        Raises:
+            ValueError: there is no layer of full attention, or its RoPE cannot be found.
+        """
         if not self._plain_layers:
+            which = tuple(index for index, _ in budgeted(_empty_caches(self._model)))
+            if not which:
+                raise ValueError(f"{architecture(self._model)} has no layer of full attention, so nothing to calibrate")
             nothing = mx.zeros((0,))
-            self._plain_layers = [FittedLayer(nothing, nothing, *ropes) for ropes in ropes_of(self._model)]
+            self._plain_layers = [FittedLayer(nothing, nothing, *ropes) for ropes in cache_ropes(self._model, which)]
         return self._plain_layers
 
     def head_table(self) -> list[list[float]]:

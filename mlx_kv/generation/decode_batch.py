@@ -22,7 +22,7 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.prefill import announce, check_local, prefill_step, read_ragged
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.recurrent import is_recurrent, mark_last, with_checkpoints
-from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_all, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 
@@ -113,12 +113,10 @@ class DecodeBatch:
 
     def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """One pass over tokens (B, n): logits (B, n, V)."""
-        logits: mx.array
-        if self.embeddings is None or self.embeddings.shape[0] == 0:
-            logits = self.model(tokens, cache=cache)
-            return logits
-        own, self.embeddings = self.embeddings[: tokens.shape[1]], self.embeddings[tokens.shape[1] :]
-        logits = self.model(tokens, cache=cache, input_embeddings=own[None])
+        options, count = {}, tokens.shape[1]
+        if self.embeddings is not None and self.embeddings.shape[0]:
+            options, self.embeddings = {"input_embeddings": self.embeddings[None, :count]}, self.embeddings[count:]
+        logits: mx.array = self.model(tokens, cache=cache, **options)
         return logits
 
     def read(self, rows: Sequence[Sequence[int]]) -> mx.array:
@@ -134,10 +132,6 @@ class DecodeBatch:
     def waiting(self) -> int:
         """Tokens that are read again before new ones, of the row that has most of them."""
         return max([0, *(len(own) - 1 for own in self.pending)])
-
-    def take_back(self, counts: Sequence[int]) -> None:
-        """The last tokens of each row are as if they had not been read."""
-        trim_prompt_cache(self.caches, counts, strict=True)
 
     def verify(self, drafted: Sequence[Sequence[int]]) -> mx.array:
         """One pass over what is pending and the drafted tokens of each row.
@@ -214,7 +208,7 @@ class DecodeBatch:
             else:
                 counts.append(wrong)
                 self.pending[row] = list(got[-1:])
-        self.take_back(counts)
+        trim_prompt_cache(self.caches, counts, strict=True)
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
         """Copies of a row's caches, without its last `behind` tokens; None where they cannot be trimmed to that.
@@ -225,12 +219,7 @@ class DecodeBatch:
         beyond = behind - len(self.pending[row])
         if beyond < 0:
             read_ragged(self.model, each, [self.pending[row][:-beyond]])
-        if beyond <= 0:
-            return each
-        if not can_trim(each, beyond):
-            return None
-        trim_prompt_cache(each, beyond, strict=True)
-        return each
+        return each if trim_all(each, max(0, beyond)) else None
 
 
 # --- caches of a model in several processes ---------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Remo
 from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
-from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
@@ -60,7 +59,6 @@ class Decoder:
         fixed: bool = False,
         communicator: Communicator = LOCAL,
     ) -> None:
-        check_policy(model, policy)
         self._communicator, self.drafter, self.draft_tokens = communicator, drafter, draft_tokens
         self.target = DecodeBatch(model, policy, draft_tokens, communicator=communicator)
         self.step_size, self.chunk = communicator.all_min([self.target.step_size, chunk_for(model)])
@@ -91,13 +89,8 @@ class Decoder:
             rows: Any = tokens.tolist()
             self.drafter.read(rows, cache[layers:])
 
-    def admission(self, batched: bool, classes: RowsByClass | None = None) -> Admission:
-        """Reads the prompts of rows to come.
-
-        Args:
-            batched, classes: as of `Admission`.
-        """
-        by_class = list if classes is None else classes.of
+    def admission(self, batched: bool, by_class: Callable[[list[Any]], list[Any]] = list) -> Admission:
+        """Reads the prompts of rows to come; the arguments are those of `Admission`."""
         return Admission(self.target.forward, self.target.layers, self.drafter, batched, by_class)
 
     def beginnings(self, step: int) -> Beginnings:
@@ -369,7 +362,7 @@ def make_decoder(
     if draft_model is not None:
         check_model("draft_model", draft_model)
     lowest, highest = drafting.prompt_lookup_min, drafting.prompt_lookup_max
-    check_policy(model, policy)
+    check_policy(model, policy)  # without drafts, whoever makes the caches does
     context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, lowest, highest)
     found = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
     traits = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)

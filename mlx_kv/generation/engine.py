@@ -39,7 +39,7 @@ from mlx_kv.generation.prefill import (
     Instructions,
     TwoPassQueue,
 )
-from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, token_scores
+from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, token_scores
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
@@ -51,7 +51,7 @@ from mlx_kv.mlxlm.batching import (
     evaluate_caches,
 )
 from mlx_kv.mlxlm.loading import weight_bytes
-from mlx_kv.mlxlm.traverse import attention_caches, trim_all
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
 
@@ -125,7 +125,7 @@ class Engine:
         self._classes = RowsByClass(decoder.target.model, max_batch_size)
         self._waiting: deque[TokenSequence] = deque()
         self._batched = max_batch_size > 1 or settings.return_caches
-        self._admission, self._empty = decoder.admission(self._batched, self._classes), decoder.make_caches()
+        self._admission, self._empty = decoder.admission(self._batched, self._classes.of), decoder.make_caches()
         self._active: list[TokenSequence] = []
         self.stream = generation_stream
         self.step_size = settings.prefill_step_size or decoder.step_size
@@ -146,7 +146,9 @@ class Engine:
         Raises:
             ValueError: it cannot be continued.
         """
-        check(sequence)
+        if not sequence.tokens:
+            raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
+        whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
         if sequence.caches is not None and self._batched:
             check_same_kinds(self._empty, sequence.caches)
         if self._beginnings.shared:
@@ -381,14 +383,6 @@ class Engine:
     def make_caches(self) -> list[Any]:
         """New caches for a `TokenSequence`: of all layers, then those of the drafter."""
         return self._decoder.make_caches()
-
-    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
-        """Reads tokens (1, n) into such caches."""
-        return self._decoder.read(tokens, cache)
-
-    def trim(self, caches: list[Any], n: int) -> bool:
-        """Trims the last n tokens of such caches; returns False, with nothing changed, if it cannot."""
-        return trim_all(caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
         """Evaluated copies of the caches of a sequence that decodes; None for others, or if they cannot be trimmed.

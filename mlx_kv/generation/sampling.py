@@ -165,11 +165,7 @@ def _drawn(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
 
 def gumbel_noise(keys: list[mx.array], vocabulary: int) -> mx.array:
     """Standard Gumbel noise (n, V) of n keys, float32: each row as if it were alone."""
-
-    def one(key: mx.array) -> mx.array:
-        return mx.random.gumbel((vocabulary,), key=key)
-
-    noise: mx.array = mx.vmap(one)(mx.stack(keys))
+    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=key))(mx.stack(keys))
     return noise
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.settings import LogitsProcessor
-from mlx_kv.settings import whole_number
 
 UNLIMITED = 2**62  # max_tokens of a sequence that only its caller ends
 
@@ -139,13 +138,6 @@ class TokenSequence:
                 self.detokenizer.finalize()
             text = self.detokenizer.last_segment
         return BatchToken(self.index, text, token, finish, from_draft, caches, score)
-
-
-def check(sequence: TokenSequence) -> None:
-    """Raises ValueError for what could not be continued, before it joins others."""
-    if not sequence.tokens:
-        raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
-    whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
 
 
 def common_prefix(some: list[int], others: list[int]) -> int:

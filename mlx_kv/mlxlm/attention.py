@@ -252,11 +252,6 @@ def reads_packed(model: nn.Module, codecs: Codecs, residual: bool) -> tuple[bool
     return takes_packed(model, packed[0].group_size, packed[0].bits), answered
 
 
-def _all_can_answer(model: nn.Module, parts: Sequence[KVCache]) -> bool:
-    packings = [packings_of(part.view.codecs) for part in parts if not part.view.residual_length]
-    return all(each is not None and can_answer(model, each[0]) for each in packings)
-
-
 def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
     """Connects caches that need to see their attention to a patch of the model's, if they are not yet.
 
@@ -293,8 +288,12 @@ def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
             *(architecture(model), ", ".join(blind)),
         )
     # Where packed planes cannot be attended to here, attention gets arrays: such caches need no patch.
-    carrying = [own for i, own in hooked.items() if i in wanting or _all_can_answer(model, own)]
-    if unseen := [part for own in carrying for part in own if part.seam is None]:
+    carrying: list[KVCache] = []
+    for i, own in hooked.items():
+        packings = [packings_of(part.view.codecs) for part in own if not part.view.residual_length]
+        if i in wanting or all(each is not None and can_answer(model, each[0]) for each in packings):
+            carrying += own
+    if unseen := [part for part in carrying if part.seam is None]:
         patch = AttentionPatch(model)
         for part in unseen:
             part.carry(patch)
@@ -354,18 +353,13 @@ def _probe_attention(model: nn.Module, new: int, position: int) -> list[Sight | 
         why = graph_error(model, (1, new), lambda at: listening(probe_caches(model, at)), position)
         if why is not None:  # it needs attributes of mlx-lm's own caches
             model(mx.zeros((1, new), mx.int32), cache=listening(stock.make_prompt_cache(model)))
-    aside = indexers(model)
-    return [
-        _sight(cache, [sight for i, sight in listener.calls if i == index], index in aside)
-        for index, cache in enumerate(listener.caches)
-    ]
-
-
-def _sight(cache: Any, calls: list[Sight], indexer: bool) -> Sight | None:
-    if calls:
-        return next(sight for sight in WORST if sight in calls)
-    written = cache.written if isinstance(cache, ProbeCache) else not isinstance(cache, stock.ArraysCache)
-    return "hidden" if written and not indexer else None
+    sights: list[Sight | None] = []
+    for index, cache in enumerate(listener.caches):
+        calls = [sight for i, sight in listener.calls if i == index]
+        written = cache.written if isinstance(cache, ProbeCache) else not isinstance(cache, stock.ArraysCache)
+        uncalled: Sight | None = "hidden" if written and index not in indexers(model) else None
+        sights.append(next((sight for sight in WORST if sight in calls), uncalled))
+    return sights
 
 
 # --- layers that use the mask of their cache --------------------------------------------------------------------------

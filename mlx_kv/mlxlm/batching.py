@@ -56,19 +56,9 @@ def check_batches(model: nn.Module) -> None:
         )
 
 
-def rows_must_be_equal(model: nn.Module) -> bool:
-    """Whether rows of a batch must always be of one length: prompts that are read together, and all that comes."""
-    return refuses_ragged(model) is not None
-
-
 def rows_are_alone(model: nn.Module) -> bool:
     """Whether rows cannot be read together in passes of another number of tokens for each."""
-    return rows_must_be_equal(model) or prompts_must_be_equal(model)
-
-
-def prompts_must_be_equal(model: nn.Module) -> bool:
-    """Whether prompts of different lengths cannot be read together, since recurrent layers would read the padding."""
-    return not only_attention(model) and padding_is_read(model)
+    return refuses_ragged(model) is not None or (not only_attention(model) and padding_is_read(model))
 
 
 def only_attention(model: nn.Module) -> bool:
@@ -108,7 +98,7 @@ def padding_is_read(model: nn.Module) -> bool:
 
 def equal_lengths(model: nn.Module, communicator: Communicator) -> tuple[bool, bool]:
     """Whether rows of a batch must always have the same length; and if not, whether prompts read together must."""
-    rows, others = communicator.all_any(rows_must_be_equal(model), not only_attention(model))
+    rows, others = communicator.all_any(refuses_ragged(model) is not None, not only_attention(model))
     with mx.stream(generation_stream):  # a probe runs on all ranks or on none
         (prompts,) = communicator.all_any(others and not rows and padding_is_read(model))
     return rows, prompts
@@ -124,11 +114,6 @@ class RowsByClass:
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self._patch = AttentionPatch(model) if rows > 1 and attends_by_class(model) else None
-
-    @property
-    def active(self) -> bool:
-        """Whether rows are in such caches."""
-        return self._patch is not None
 
     def of(self, caches: Sequence[Any]) -> list[Any]:
         """The caches of a sequence, ready to be joined with those of others."""

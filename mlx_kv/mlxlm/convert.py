@@ -34,6 +34,7 @@ from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import BOUNDS, CachePolicy, given_policy, names
 from mlx_kv.settings import SettingError
 
+_fingerprint = cached_per_model(model_fingerprint)
 FULL = {stock.KVCache, stock.QuantizedKVCache}
 WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
 KINDS = {
@@ -230,8 +231,3 @@ def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
     kind = KINDS.get(type(cache))
     window = {"sliding": "max_size", "chunked": "chunk_size"}.get(kind or "")
     return kind, None if window is None else getattr(cache, window)
-
-
-@cached_per_model
-def _fingerprint(model: nn.Module) -> str:
-    return model_fingerprint(model)

@@ -51,7 +51,7 @@ def load(
         "tokenizer_config": {"trust_remote_code": trust_remote_code, **template},
         "model_config": {"quantize_activations": True} if quantize_activations else None,
     }
-    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=lazy, **options)
+    model, tokenizer, _config = load_with_config(path_or_hub_id, lazy=lazy, **options)
     fit_to_device(model)
     return model, tokenizer
 
@@ -66,15 +66,6 @@ def release_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
     mx.clear_cache()
 
 
-def load_lazily(path_or_hub_id: str | Path) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """A model, its tokenizer and its configuration, by mlx-lm; each weight is read when it is first used, as stored.
-
-    Raises:
-        ValueError: as `load`.
-    """
-    return _loaded(path_or_hub_id, lazy=True)
-
-
 def fit_to_device(model: nn.Module) -> None:
     """On a CPU, 16-bit weights become float32: half precision is emulated there. Attention and activation are ours."""
     if mx.default_device().type == mx.DeviceType.cpu:
@@ -83,7 +74,16 @@ def fit_to_device(model: nn.Module) -> None:
     use_cpu_activation(model)
 
 
-def _loaded(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
+def load_with_config(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model as it is stored, its tokenizer and its configuration, by mlx-lm.
+
+    Args:
+        lazy: read each weight on first use.
+        options: of mlx-lm's `load`.
+
+    Raises:
+        ValueError: as `load`.
+    """
     from mlx_lm import load as stock_load
 
     check_type("path_or_hub_id", path_or_hub_id, str | os.PathLike, "give a directory or a hub id")

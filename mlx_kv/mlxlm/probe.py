@@ -261,7 +261,7 @@ class CacheUsage:
     windows: tuple[tuple[int, int], ...] = ()
     indexers: frozenset[int] = frozenset()
     masked_by_unwritten: bool = False
-    shapes: tuple[tuple[int, tuple[Stored, Stored]], ...] = ()
+    shapes: tuple[tuple[int, tuple[Stored, ...]], ...] = ()
 
 
 @cached_per_model
@@ -290,12 +290,8 @@ def cache_usage(model: nn.Module) -> CacheUsage:
         tuple((made_for, widest) for made_for, widest in windows.items() if widest > made_for),
         frozenset(index for index, cache in seen if cache.written and not cache.has_values),
         any(cache.windows and not cache.written for _, cache in seen),
-        tuple((i, _both_shapes(*cache.given)) for i, cache in seen if cache.given is not None),
+        tuple((i, tuple((x.shape, x.dtype) for x in c.given)) for i, c in seen if c.given is not None),
     )
-
-
-def _both_shapes(keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-    return (keys.shape, keys.dtype), (values.shape, values.dtype)
 
 
 def window_of(model: nn.Module, made_for: int) -> int:
@@ -411,7 +407,10 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
     Raises:
         ValueError: keys or values change with the position, and no RoPE of the model undoes it.
     """
-    positions = (0, *sorted({max(1, min(at, _length(model) - 1)) for at in POSITIONS}))
+    # A token beyond learned positions would be read out of bounds.
+    known = (getattr(getattr(model, "args", None), name, None) for name in LENGTHS)
+    length = min([each for each in known if type(each) is int and each > 1], default=max(POSITIONS) + 1)
+    positions = (0, *sorted({max(1, min(at, length - 1)) for at in POSITIONS}))
     stored = [_stored(model, position) for position in positions]
     candidates = _Candidates(model)
     found = []
@@ -428,12 +427,6 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
             ropes.append(_found(tensors, positions, candidates, index, what))
         found.append((ropes[0], ropes[1]))
     return tuple(found)
-
-
-def _length(model: nn.Module) -> int:
-    """Positions that a model has: a token beyond learned ones would be read out of bounds."""
-    known = (getattr(getattr(model, "args", None), name, None) for name in LENGTHS)
-    return min([length for length in known if type(length) is int and length > 1], default=max(POSITIONS) + 1)
 
 
 def _stored(model: nn.Module, position: int) -> dict[int, tuple[mx.array, mx.array]]:

@@ -24,7 +24,7 @@ from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
 from mlx_kv.mlxlm.loading import (
     fit_to_device,
-    load_lazily,
+    load_with_config,
     model_from_config,
     number_of_weights,
     quantize_as_stored,
@@ -276,7 +276,7 @@ def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | 
         ValueError: the model cannot be loaded, or cannot be split so; the same line on every rank.
     """
     check_type("group", group, Group, "give what mlx_kv.join_ranks() returns")
-    model, tokenizer, config = load_lazily(path_or_hub_id)
+    model, tokenizer, config = load_with_config(path_or_hub_id, lazy=True)
     group.split = check_split(config, group.raw.size(), group.split, layers)
     split_model(model, group, layers, model_from_config(config, mx.float32))
     fit_to_device(model)

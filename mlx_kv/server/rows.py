@@ -29,7 +29,7 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import attention_caches, leaves, trim_all
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED
@@ -361,7 +361,7 @@ class Rows:
         if caches is None:
             return
         tokens, read = job.all_tokens, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
-        if self.engine.trim(caches, max(0, read - len(tokens))):
+        if trim_all(caches, max(0, read - len(tokens))):
             self.prefixes.keep(tokens[:read], caches)
 
     def _count_evicted(self, jobs: list[Job], caches: list[object] | None) -> None:

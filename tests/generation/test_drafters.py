@@ -194,7 +194,7 @@ def test_caches_of_a_row_go_on_and_the_text_before_them_is_told() -> None:
     engine = make_engine(model, set(), drafter=drafter, return_caches=True)
     caches = engine.make_caches()
     assert len(caches) == len(plain.make_caches())
-    engine.read(mx.array([PROMPTS[3][:40]]), caches)
+    engine._decoder.read(mx.array([PROMPTS[3][:40]]), caches)
     engine.submit(TokenSequence(0, PROMPTS[3][40:], 20, caches=caches, before=PROMPTS[3][:40]))
     assert engine.pending == [0]
     taken = []

@@ -285,7 +285,7 @@ def test_prompt_caches_are_continued(kind: str) -> None:
     model = make_model("llama")
     made = engine(kind, model)
     caches = made.make_caches()
-    made.read(mx.array([PROMPT[:12]]), caches)
+    made._decoder.read(mx.array([PROMPT[:12]]), caches)
     made.submit(TokenSequence(0, PROMPT[12:], 10, caches=copy.deepcopy(caches)))
     made.submit(TokenSequence(1, PROMPT, 10))
     tokens = drained(made)

@@ -136,7 +136,7 @@ def test_prompts_that_begin_alike(family: str, policy: str, drafter: str | None)
 def test_memory_shares_its_blocks(policy: str) -> None:
     model, settings = made("llama"), POLICIES[policy]
     engine, memory = make_engine(model, set(), settings, 8), PromptMemory(fingerprint="all")
-    PromptReader(engine.read, engine.make_caches(), [*SHARED, 1], memory, CHUNK).finish()
+    PromptReader(engine._decoder.read, engine.make_caches(), [*SHARED, 1], memory, CHUNK).finish()
     for index, prompt in enumerate(PROMPTS):
         caches, read = memory.find(prompt) or (None, 0)
         engine.submit(TokenSequence(index, prompt[read:], LENGTH, caches=caches, before=prompt[:read]))

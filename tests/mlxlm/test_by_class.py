@@ -16,8 +16,9 @@ from mlx_kv.cache import row_classes
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.attention import attends_by_class
-from mlx_kv.mlxlm.batching import RowsByClass, rows_must_be_equal
+from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.probe import refuses_ragged
 
 NONE = {"mamba", "mamba2", "rwkv7"}  # no attention
 OTHERWISE = {"gemma3n"}  # layers that read another's tokens
@@ -26,7 +27,7 @@ OTHERWISE = {"gemma3n"}  # layers that read another's tokens
 @pytest.mark.parametrize("name", [name for name in family_names() if name not in UNREADABLE])
 def test_all_families_that_just_show_their_attention_take_them(name: str) -> None:
     model = shared_family(name)
-    refused = name in NOT_JUST_SEEN or name in NONE | OTHERWISE or rows_must_be_equal(model)
+    refused = name in NOT_JUST_SEEN or name in NONE | OTHERWISE or refuses_ragged(model) is not None
     assert attends_by_class(model) == (not refused)
 
 

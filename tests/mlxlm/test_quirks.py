@@ -17,9 +17,9 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.batching import padding_is_read
 from mlx_kv.mlxlm.loading import model_from_config
-from mlx_kv.mlxlm.probe import cache_usage, counts_slots, indexers, takes_packed, window_of
+from mlx_kv.mlxlm.probe import cache_usage, counts_slots, indexers, refuses_ragged, takes_packed, window_of
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, trim_prompt_cache
 
 READS_PADDING = ["baichuan_m1", "bailing_moe_linear", "jamba", "longcat_flash_ngram", "mamba", "nemotron_h"]
@@ -120,14 +120,14 @@ def test_files_keep_the_window_that_a_model_asks_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", [*READS_PADDING, "lfm2", "falcon_h1", "bailing_hybrid", "qwen3_next", "llama"])
 def test_recurrent_layers_that_read_padding_are_found(family: str) -> None:
-    assert prompts_must_be_equal(shared_family(family)) == (family in READS_PADDING)
+    assert padding_is_read(shared_family(family)) == (family in READS_PADDING)
 
 
 @pytest.mark.parametrize(
     "family", ["afm7", "gemma2", "gpt_bigcode", "llama4", "minimax_m3_vl", "qwen3", "dbrx", "gpt_oss"]
 )
 def test_models_that_take_no_ragged_rows_are_found(family: str) -> None:
-    assert rows_must_be_equal(shared_family(family)) == (family not in ("qwen3", "dbrx", "gpt_oss"))
+    assert (refuses_ragged(shared_family(family)) is not None) == (family not in ("qwen3", "dbrx", "gpt_oss"))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_asking_makes_no_weights_and_is_done_once() -> None:
     gc.collect()  # what others left is no part of it
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    assert not rows_must_be_equal(model)
+    assert refuses_ragged(model) is None
     assert attention_caches(make_prompt_cache(model, CachePolicy(budget=1000, bits=8)))[0].evictor is not None
     assert mx.get_peak_memory() - before < 2**24  # a thousandth of them
     assert cache_usage(model) is cache_usage(model)

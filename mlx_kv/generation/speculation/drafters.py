@@ -15,6 +15,7 @@ from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.mlxlm.batching import rows_are_alone
+from mlx_kv.mlxlm.traverse import trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import OpenSet, shown
 
@@ -166,9 +167,8 @@ class ModelDrafter(Drafter):
         self._drafted = [self._drafted[row] for row in rows]
 
     def propose(self, most: int, choice: Choice) -> list[list[int]]:
-        pending = self._rows.pending
         if most == 0:
-            self._drafted = [[] for _ in pending]
+            self._drafted = [[] for _ in self._rows.pending]
             return self._drafted
         self._catch_up()
         pending = self._rows.pending
@@ -188,7 +188,7 @@ class ModelDrafter(Drafter):
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         # It has read all drafted tokens but the last one: if that was accepted, it is still to be read.
         pairs = list(zip(self._drafted, tokens, strict=True))
-        self._rows.take_back([max(len(drafted) - len(got), 0) for drafted, got in pairs])
+        trim_prompt_cache(self._rows.caches, [max(len(drafted) - len(got), 0) for drafted, got in pairs], strict=True)
         for row, (drafted, got) in enumerate(pairs):
             unread = drafted[-1:] if drafted else self._rows.pending[row]
             self._rows.pending[row] = [*(unread if len(got) > len(drafted) else []), got[-1]]
@@ -395,20 +395,17 @@ class SuffixAutomaton:
     def extend(self, tokens: Iterable[int]) -> None:
         """The text goes on with these."""
         for token in tokens:
-            self._append(token)
-
-    def _append(self, token: int) -> None:
-        self.text.append(token)
-        end, state = len(self.text), self._last
-        new = self._last = self._state(self.lengths[state] + 1, end)
-        while (found := self.step(state, token)) == BOTTOM:
-            self._lead(state, token, new)
-            state = self.links[state]
-        if self.lengths[found] > self.lengths[state] + 1:
-            found = self._split(found, state, token)
-        self.links[new] = found
-        self.matched, self.after = self.lengths[found], self.ends[found]
-        self.ends[found] = end
+            self.text.append(token)
+            end, state = len(self.text), self._last
+            new = self._last = self._state(self.lengths[state] + 1, end)
+            while (found := self.step(state, token)) == BOTTOM:
+                self._lead(state, token, new)
+                state = self.links[state]
+            if self.lengths[found] > self.lengths[state] + 1:
+                found = self._split(found, state, token)
+            self.links[new] = found
+            self.matched, self.after = self.lengths[found], self.ends[found]
+            self.ends[found] = end
 
     def _state(self, length: int, end: int) -> int:
         """A new one, from which nothing leads on."""

@@ -219,15 +219,11 @@ class Pace:
             gained += sum(right)
             if self.replays and right:  # what a wrong token has the next pass read again, of the row that has most
                 again = max(again, (1 - right[-1]) * (1 + waiting + sum(right)))
-        drafting = 0.0 if self.free else size * self._seconds_a_draft(rows)
         alone, passing = self._costs.of(rows, 1), self._costs.of(rows, size + 1 + waiting)
+        seconds = self._drafting.get(rows)  # of one token of each row
+        drafting = 0.0 if self.free else size * (median(seconds) if seconds else TOKEN_COST * alone)
         a_token = max(0.0, passing - alone) / max(1, size + waiting)
         return gained / (passing + drafting + again * a_token)
-
-    def _seconds_a_draft(self, rows: int) -> float:
-        """Seconds that drafting one token of each row takes."""
-        seconds = self._drafting.get(rows)
-        return median(seconds) if seconds else TOKEN_COST * self._costs.of(rows, 1)
 
     # --- measurements ---------------------------------------------------------------------------------------------
 
