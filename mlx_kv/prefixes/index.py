@@ -66,7 +66,7 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-def head(entry: Entry) -> bytes:
+def head_of(entry: Entry) -> bytes:
     """The tokens that can't be trimmed: the entry serves every prompt that begins with them."""
     return entry.tokens[: 4 * entry.least]
 
@@ -82,9 +82,9 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 def shared(first: bytes, second: bytes) -> int:
     """The length, in tokens, of the common prefix of two packed sequences."""
-    most = min(len(first), len(second)) // 4
-    differ = np.flatnonzero(np.frombuffer(first, ">u4", most) != np.frombuffer(second, ">u4", most))
-    return int(differ[0]) if len(differ) else most
+    count = min(len(first), len(second)) // 4
+    differ = np.flatnonzero(np.frombuffer(first, ">u4", count) != np.frombuffer(second, ">u4", count))
+    return int(differ[0]) if len(differ) else count
 
 
 class SortedIndex:
@@ -103,10 +103,13 @@ class SortedIndex:
         del self._places[bisect_left(self._places, (tokens, name))]
 
     def nearest(self, tokens: bytes) -> tuple[int, str]:
-        """The longest prefix of these tokens that a sequence here shares, in tokens, and the name of that sequence."""
+        """The longest prefix of these tokens that a sequence here shares, in tokens, and the name of that sequence.
+
+        0 and no name if there are none.
+        """
         right = bisect_left(self._places, (tokens, ""))
         beside = self._places[max(0, right - 1) : right + 1]
-        return max((shared(other, tokens), name) for other, name in beside)
+        return max(((shared(other, tokens), name) for other, name in beside), default=(0, ""))
 
     def beginning(self, tokens: bytes) -> str | None:
         """The name of a sequence that begins with these tokens."""
@@ -127,73 +130,8 @@ class SortedIndex:
                 place, steps = bisect_right(self._places, (tokens[: 4 * count], _LAST)), steps + 1
 
 
-class PrefixIndex:
-    """Entries by name, searched by their tokens."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._all, self._heads = SortedIndex(), SortedIndex()
-        self._of_head: dict[bytes, SortedIndex] = {}
-
-    def add(self, name: str, entry: Entry) -> None:
-        self.remove(name)
-        self._entries[name] = entry
-        self._all.add(entry.tokens, name)
-        if head(entry) not in self._of_head:
-            self._of_head[head(entry)] = SortedIndex()
-            self._heads.add(head(entry), "")
-        self._of_head[head(entry)].add(entry.tokens, name)
-
-    def remove(self, name: str) -> None:
-        entry = self._entries.pop(name, None)
-        if entry is None:
-            return
-        self._all.remove(entry.tokens, name)
-        same_head = self._of_head[head(entry)]
-        same_head.remove(entry.tokens, name)
-        if not same_head:
-            del self._of_head[head(entry)]
-            self._heads.remove(head(entry), "")
-
-    def best(self, tokens: bytes) -> tuple[str, int] | None:
-        """The entry that serves the longest prefix of these tokens, and its length in tokens; never all of them."""
-        most = len(tokens) // 4 - 1
-        there = min(most, self._all.nearest(tokens)[0]) if self._all else 0  # no entry shares more
-        found, count = None, MIN_SHARED - 1
-        if there >= MIN_SHARED:
-            for beginning, _ in self._heads.beginnings(tokens[: 4 * there]):
-                same, name = self._of_head[beginning].nearest(tokens)
-                if min(same, most) > count:
-                    found, count = name, min(same, most)
-                if count == there:
-                    break
-        return None if found is None else (found, count)
-
-    def nearest(self, tokens: bytes, min_shared: int = MIN_SHARED) -> tuple[str, int] | None:
-        """The entry with the longest common prefix, and its length in tokens, even if it can't serve these tokens."""
-        count, name = self._all.nearest(tokens) if self._all else (0, "")
-        return (name, count) if count >= min_shared and name else None
-
-    def covering(self, entry: Entry) -> str | None:
-        """An entry that serves every prompt that this one serves."""
-        for beginning, _ in self._heads.beginnings(head(entry)):
-            if (name := self._of_head[beginning].beginning(entry.tokens)) is not None:
-                return name
-        return None
-
-    def covered(self, entry: Entry) -> list[str]:
-        """The entries that this one makes superfluous."""
-        found = []
-        for tokens, name in self._all.beginnings(entry.tokens):
-            if len(tokens) < len(head(entry)):
-                break  # it serves shorter prompts
-            if self._entries[name].least >= entry.least:
-                found.append(name)
-        return found
-
-
 class EntryTable(Generic[E]):
-    """Entries by name: an index for each fingerprint, reference counts of blocks, and times of last use.
+    """Entries by name, searched by their tokens; reference counts of blocks, and times of last use.
 
     Threads may read and change it at the same time.
 
@@ -203,7 +141,9 @@ class EntryTable(Generic[E]):
 
     def __init__(self) -> None:
         self._entries: dict[str, E] = {}
-        self._indexes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)  # by fingerprint
+        self._all: defaultdict[str, SortedIndex] = defaultdict(SortedIndex)  # by fingerprint
+        self._heads: defaultdict[str, SortedIndex] = defaultdict(SortedIndex)  # by fingerprint, without names
+        self._of_head: defaultdict[tuple[str, bytes], SortedIndex] = defaultdict(SortedIndex)
         self._block_refs: Counter[Any] = Counter()
         self.nbytes = 0
         self._used: dict[str, float] = {}  # time of last use, if known; other processes may have used it later
@@ -230,7 +170,11 @@ class EntryTable(Generic[E]):
         """Adds a new entry."""
         with self._lock:
             self._entries[name] = entry
-            self._indexes[entry.fingerprint].add(name, entry)
+            self._all[entry.fingerprint].add(entry.tokens, name)
+            same_head = self._of_head[entry.fingerprint, head_of(entry)]
+            if not same_head:
+                self._heads[entry.fingerprint].add(head_of(entry), "")
+            same_head.add(entry.tokens, name)
             new = [size for block, size in entry.blocks.items() if block not in self._block_refs]
             self.nbytes += entry.own_bytes + sum(new)
             self._block_refs.update(entry.blocks.keys())
@@ -242,7 +186,12 @@ class EntryTable(Generic[E]):
             entry = self._entries.pop(name, None)
             if entry is None:
                 return []
-            self._indexes[entry.fingerprint].remove(name)
+            self._all[entry.fingerprint].remove(entry.tokens, name)
+            same_head = self._of_head[entry.fingerprint, head_of(entry)]
+            same_head.remove(entry.tokens, name)
+            if not same_head:
+                del self._of_head[entry.fingerprint, head_of(entry)]
+                self._heads[entry.fingerprint].remove(head_of(entry), "")
             unused = [block for block in entry.blocks if self._block_refs[block] == 1]
             self.nbytes -= entry.own_bytes + sum(entry.blocks[block] for block in unused)
             self._block_refs -= Counter(entry.blocks.keys())
@@ -250,26 +199,45 @@ class EntryTable(Generic[E]):
 
     # --- lookups, among entries of the same fingerprint -------------------------------------------------------------
 
-    def best(self, tokens: bytes, fingerprint: str) -> tuple[str, int] | None:
-        """See `PrefixIndex.best`."""
+    def best(self, tokens: bytes, fingerprint: str = "") -> tuple[str, int] | None:
+        """The entry that serves the longest prefix of these tokens, and its length in tokens; never all of them."""
         with self._lock:
-            return self._indexes[fingerprint].best(tokens)
+            limit, best, length = len(tokens) // 4 - 1, None, MIN_SHARED - 1
+            in_common = self._all[fingerprint].nearest(tokens)[0]  # no entry shares more
+            longest = min(limit, in_common)
+            if longest >= MIN_SHARED:
+                for head, _ in self._heads[fingerprint].beginnings(tokens[: 4 * longest]):
+                    count, name = self._of_head[fingerprint, head].nearest(tokens)
+                    if min(count, limit) > length:
+                        best, length = name, min(count, limit)
+                    if length == longest:
+                        break
+            return None if best is None else (best, length)
 
     def nearest(self, tokens: bytes, fingerprint: str, min_shared: int = MIN_SHARED) -> tuple[E, int] | None:
-        """The entry with the longest common prefix, and its length in tokens; see `PrefixIndex.nearest`."""
+        """The entry with the longest common prefix, and its length in tokens, even if it can't serve these tokens."""
         with self._lock:
-            found = self._indexes[fingerprint].nearest(tokens, min_shared)
-            return None if found is None else (self._entries[found[0]], found[1])
+            count, name = self._all[fingerprint].nearest(tokens)
+            return (self._entries[name], count) if name and count >= min_shared else None
 
     def covering(self, entry: Entry) -> str | None:
-        """See `PrefixIndex.covering`."""
+        """An entry that serves every prompt that this one serves."""
         with self._lock:
-            return self._indexes[entry.fingerprint].covering(entry)
+            for head, _ in self._heads[entry.fingerprint].beginnings(head_of(entry)):
+                if (name := self._of_head[entry.fingerprint, head].beginning(entry.tokens)) is not None:
+                    return name
+            return None
 
     def covered(self, entry: Entry) -> list[str]:
-        """See `PrefixIndex.covered`."""
+        """The entries that this one makes superfluous."""
+        names = []
         with self._lock:
-            return self._indexes[entry.fingerprint].covered(entry)
+            for tokens, name in self._all[entry.fingerprint].beginnings(entry.tokens):
+                if len(tokens) < len(head_of(entry)):
+                    break  # it serves shorter prompts
+                if self._entries[name].least >= entry.least:
+                    names.append(name)
+        return names
 
     # --- least recently used ----------------------------------------------------------------------------------------
 
@@ -355,18 +323,17 @@ class PrefixCache(ABC, Generic[E]):
         fingerprint: of model and policy; None takes that of the first reader.
 
     Attributes:
+        fingerprint: None before the first reader.
         evicted: digests of entries that were removed to make room.
     """
 
+    fingerprint: str | None = None
+
     def __init__(self, max_bytes: int, fingerprint: str | None) -> None:
-        self.max_bytes, self._given, self._fingerprint = max_bytes, fingerprint, fingerprint
+        self.max_bytes, self.fingerprint = max_bytes, fingerprint
+        self._binds = fingerprint is None
         self._table: EntryTable[E] = EntryTable()
         self.evicted = EvictedPrefixes()
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the model and policy; None before the first reader."""
-        return self._fingerprint
 
     def bind(self, find: Callable[[], str]) -> None:
         """Sets the fingerprint to that of a reader, unless one was given.
@@ -377,21 +344,21 @@ class PrefixCache(ABC, Generic[E]):
         Raises:
             ValueError: an earlier reader had another model or policy.
         """
-        if self._given is not None:
+        if not self._binds:
             return
-        found, kind = find(), type(self).__name__
-        if self._fingerprint not in (None, found):
+        fingerprint, kind = find(), type(self).__name__
+        if self.fingerprint not in (None, fingerprint):
             raise ValueError(f"this {kind} keeps caches of another model or policy: give each a {kind} of its own")
-        self._fingerprint = found
+        self.fingerprint = fingerprint
 
     def _bound(self) -> str:
-        if self._fingerprint is None:
+        if self.fingerprint is None:
             kind = type(self).__name__
             raise ValueError(
                 f"this {kind} has no fingerprint of a model and policy: read with a PromptReader, or give "
                 f"{kind}(..., fingerprint=...), such as that of mlx_kv.files.serialization.model_fingerprint"
             )
-        return self._fingerprint
+        return self.fingerprint
 
     def serves(self, tokens: Sequence[int]) -> int:
         """The length of the prefix of a prompt that `find` would return caches for, in tokens."""
@@ -434,14 +401,14 @@ class PrefixCache(ABC, Generic[E]):
 
 def min_tokens(caches: Sequence[Any], tokens: int) -> int:
     """How few of `tokens` tokens all layers can be trimmed back to exactly."""
-    most = tokens
+    trim = tokens
     for cache in leaves(caches):
         if is_ours(cache):
             exact = [_exact_trim(cache, row, index) for index, row in enumerate(cache.view.rows)]
-            most = min(most, *map(min, exact, cache.most_trims))
+            trim = min(trim, *map(min, exact, cache.most_trims))
         elif not cache.is_trimmable():
-            most = 0
-    return tokens - most
+            trim = 0
+    return tokens - trim
 
 
 def _exact_trim(cache: KVCache, row: Row, index: int) -> int:
@@ -453,6 +420,6 @@ def _exact_trim(cache: KVCache, row: Row, index: int) -> int:
     if cache.evictor is None:
         return cache.layout.most_trim(row)
     stored, budget = cache.layout.held(row), cache.evictor.layout.budget
-    most = max(0, stored - budget) if row.evicted > 0 else cache.layout.most_trim(row)
-    seen = cache.evictor.observation
-    return most if seen is None or index >= len(seen.ends) else min(most, seen.max_trim(index))
+    trim = max(0, stored - budget) if row.evicted > 0 else cache.layout.most_trim(row)
+    observation = cache.evictor.observation
+    return trim if observation is None or index >= len(observation.ends) else min(trim, observation.max_trim(index))

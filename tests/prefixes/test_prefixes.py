@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, make_prompt_cache
-from mlx_kv.prefixes.index import MAX_STEPS, MIN_SHARED, Entry, PrefixIndex, packed, shared
+from mlx_kv.prefixes.index import MAX_STEPS, MIN_SHARED, Entry, EntryTable, packed, shared
 from mlx_kv.prefixes.reader import PromptReader
 
 # Few different tokens on a common beginning, so that sequences share long and short parts, and are often equal.
@@ -38,11 +37,18 @@ def test_packed_tokens_sort_and_compare_as_the_tokens(a: list[int], b: list[int]
 LEASTS = st.just(0) | st.integers(MIN_SHARED - 2, MIN_SHARED + 7)
 
 
+def table_of(entries: dict[str, Entry]) -> EntryTable[Entry]:
+    table = EntryTable[Entry]()
+    for name, entry in entries.items():
+        table.add(name, entry)
+    return table
+
+
 @given(st.lists(st.tuples(SEQUENCES, LEASTS), max_size=12), SEQUENCES, LEASTS, st.data())
 def test_the_index_finds_what_a_look_at_all_finds(
     sequences: list[tuple[list[int], int]], wanted: list[int], least: int, data: st.DataObject
 ) -> None:
-    index, there = PrefixIndex(), {}
+    index, there = EntryTable[Entry](), {}
     for number, (tokens, its_least) in enumerate(sequences):
         its_least = min(its_least, len(tokens))
         index.add(str(number), Entry(packed(tokens), 1, its_least))
@@ -55,7 +61,7 @@ def test_the_index_finds_what_a_look_at_all_finds(
         count = min(same(tokens, wanted), len(wanted) - 1)
         if count >= max(MIN_SHARED, its_least):
             serving[name] = count
-    rest, found = copy.deepcopy(index), []
+    rest, found = table_of(index.entries()), []
     while (best := rest.best(packed(wanted))) is not None:  # one after the other, as each turns out to be gone
         found.append(best)
         rest.remove(best[0])
@@ -67,7 +73,7 @@ def test_the_index_finds_what_a_look_at_all_finds(
     assert index.covering(entry) in (covering or {None})
     covered = {n for n, (t, its_least) in there.items() if wanted[: len(t)] == t and its_least >= least}
     assert set(index.covered(entry)) == covered
-    assert index._entries.keys() == there.keys()
+    assert index.entries().keys() == there.keys()
 
 
 @pytest.mark.parametrize("least", [0, 1020], ids=["caches that go back", "rings"])
@@ -81,13 +87,13 @@ def test_a_lookup_looks_at_few_however_many_there_are(least: int, monkeypatch: p
         return shared(first, second)
 
     monkeypatch.setattr("mlx_kv.prefixes.index.shared", counted)
-    index, chance = PrefixIndex(), random.Random(0)
+    index, chance = EntryTable[Entry](), random.Random(0)
     common = packed(range(1000))
     asked = [common + packed([chance.randrange(10**9) for _ in range(30)]) for _ in range(20)]
     for count in (100, 3000):
-        while len(index._entries) < count:
+        while len(index) < count:
             tokens = common + packed([chance.randrange(10**9) for _ in range(30)])
-            index.add(str(len(index._entries)), Entry(tokens, 1, least))
+            index.add(str(len(index)), Entry(tokens, 1, least))
         index.add("checkpoint", Entry(common[: 4 * 900], 1, min(least, 900)))
         for tokens in asked:
             compared = 0
@@ -102,7 +108,7 @@ def test_a_lookup_looks_at_few_however_many_there_are(least: int, monkeypatch: p
 
 def test_an_entry_that_cannot_go_back_by_one_token_does_not_serve_itself() -> None:
     """The last token of a prompt is always left to be read."""
-    index = PrefixIndex()
+    index = EntryTable[Entry]()
     index.add("whole", Entry(packed(range(100)), 1, 100))
     assert index.best(packed(range(100))) is None
     assert index.best(packed(range(101))) == ("whole", 100)
@@ -117,7 +123,7 @@ def test_a_walk_through_what_only_begins_alike_ends(monkeypatch: pytest.MonkeyPa
         return shared(first, second)
 
     monkeypatch.setattr("mlx_kv.prefixes.index.shared", counted)
-    index = PrefixIndex()
+    index = EntryTable[Entry]()
     for length in range(100, 400):
         index.add(str(length), Entry(packed([*range(1, length), 0, 1]), 1, length + 1))
     assert index.best(packed(range(1, 1000))) is None
