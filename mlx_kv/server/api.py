@@ -39,7 +39,7 @@ from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.dialects.completions import chats, completions
 from mlx_kv.server.dialects.messages import messages, token_count_request
-from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
+from mlx_kv.server.dialects.ollama import GenerateBody, OllamaChatBody, OllamaDialect, OllamaRoutes
 from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
 from mlx_kv.server.handler import (
     ANY,
@@ -481,7 +481,7 @@ class Api:
         self._handler = RequestHandler(worker, self.admission, self.limits, self.names)
         self._conversations = Conversations()
         guarded, status = self._guarded, StatusRoutes(worker, self.admission, self.names)
-        ollama = OllamaDialect(self.names, worker.models.tokenizer.has_chat_template)
+        has_template = worker.models.tokenizer.has_chat_template
         models = OllamaRoutes(worker, self.names, self.limits)
         self.app = Starlette(
             routes=[
@@ -489,8 +489,8 @@ class Api:
                 *self._generation_routes(CHATS, chats),
                 *self._generation_routes(RESPONSES, ResponsesDialect(self._conversations)),
                 *self._generation_routes(MESSAGES, messages),
-                *self._generation_routes(OLLAMA_CHATS, ollama.chat),
-                *self._generation_routes(OLLAMA_PROMPTS, ollama.generate),
+                *self._generation_routes(OLLAMA_CHATS, OllamaDialect(OllamaChatBody, self.names, has_template)),
+                *self._generation_routes(OLLAMA_PROMPTS, OllamaDialect(GenerateBody, self.names, has_template)),
                 Route("/api/tags", guarded(models.tags)),
                 Route("/api/ps", guarded(models.running)),
                 Route("/api/show", guarded(models.show), methods=["POST"]),

@@ -37,7 +37,7 @@ from mlx_kv.server.output import (
     Usage,
     marks_of,
 )
-from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules, UnknownFields
+from mlx_kv.server.requests import CompletionRequest, Limits, RequestRules, UnknownFields
 from mlx_kv.server.worker import Worker
 
 ANY = "*"
@@ -63,7 +63,6 @@ class OutputCollector:
     """Output of the jobs of one request until it is taken; waiting chunks of a job are joined."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
         self._chunks: dict[Job, OutputChunk] = {}
         self._error: ApiError | None = None
         self._ready, self._silent = asyncio.Event(), False
@@ -108,17 +107,14 @@ class OutputCollector:
             self._ready.set()
         return chunks
 
-    async def wait_for_match(self, seconds: float) -> bool:
+    async def wait_for_match(self) -> bool:
         """Waits until all prompts have been looked up in the prefix cache, or output or an error has come.
-
-        Args:
-            seconds: to wait at most.
 
         Returns:
             Whether that happened in time.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._looked_up.wait(), seconds)
+            await asyncio.wait_for(self._looked_up.wait(), MATCH_SECONDS)
         return self._looked_up.is_set()
 
     def count_match(self) -> None:
@@ -338,16 +334,14 @@ class RequestHandler:
         return await asyncio.wrap_future(encoding)
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
+        tokenizer = self._worker.models.tokenizer
         if request.chat:
-            template = self._limits.template
-            return [encode_chat(self._worker.models.tokenizer, request, self._rules.unknown, template)]
-        return [self._encode_prompt(prompt) for prompt in request.prompts]
-
-    def _encode_prompt(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return encode_prompt(self._worker.models.tokenizer, prompt)
+            return [encode_chat(tokenizer, request, self._rules.unknown, self._limits.template)]
         try:
-            return token_ids(prompt, self._worker.vocabulary)
+            return [
+                encode_prompt(tokenizer, each) if isinstance(each, str) else token_ids(each, self._worker.vocabulary)
+                for each in request.prompts
+            ]
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
@@ -516,7 +510,7 @@ class CompletionResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = [(b"content-type", self._writer.stream_type), (b"cache-control", b"no-store")]
-        if await self._collector.wait_for_match(MATCH_SECONDS):
+        if await self._collector.wait_for_match():
             headers.append((HEADER.lower().encode(), self._prefix.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 

@@ -237,11 +237,6 @@ class BatchOccupancy:
     bytes_allocated: int = 0
     bytes_full: int = 0
 
-    def concat(self, other: BatchOccupancy) -> BatchOccupancy:
-        """This batch, followed by the rows of another."""
-        live, allocated = self.bytes_live + other.bytes_live, self.bytes_allocated + other.bytes_allocated
-        return BatchOccupancy(self.rows + other.rows, live, allocated, self.bytes_full + other.bytes_full)
-
 
 def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
     """What the caches of one batch hold.

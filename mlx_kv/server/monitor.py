@@ -444,13 +444,13 @@ class Monitor:
         rate = 0.0
         if self._generated:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
-        jobs, occupancy = self._occupancy([decoding] if decoding else ())
+        jobs, parts = self._occupancy([decoding] if decoding else ())
         in_prefill, more = self._occupancy(reading)
-        occupancy = occupancy.concat(more)
-        totals: dict[str, Any] = {name: ranks.of_caches(getattr(occupancy, name)) for name in BYTES}
+        parts += more
+        totals: dict[str, Any] = {name: ranks.of_caches(sum(getattr(part, name) for part in parts)) for name in BYTES}
         self._count_drafts(speculation)
         self.snapshot = Snapshot(
-            replace(occupancy, **totals),
+            BatchOccupancy(tuple(row for part in parts for row in part.rows), **totals),
             tuple(jobs),
             tuple(len(job.answer) for job in jobs),
             rate,
@@ -462,16 +462,15 @@ class Monitor:
             mx.get_cache_memory(),
         )
 
-    def _occupancy(self, batches: Iterable[Batch]) -> tuple[list[Job], BatchOccupancy]:
-        """The jobs of batches, and the occupancy of their rows, in the same order."""
+    def _occupancy(self, batches: Iterable[Batch]) -> tuple[list[Job], list[BatchOccupancy]]:
+        """The jobs of batches, and the occupancy of each batch, the rows in the same order."""
         jobs: list[Job] = []
-        occupancy = BatchOccupancy()
+        parts: list[BatchOccupancy] = []
         for batch, caches in batches:
             if caches:
-                rows = occupancy_of(caches, time.monotonic() - self._watched < WATCHED_SECONDS)
-                jobs += batch[: len(rows.rows) or len(batch)]  # without jobs that wait in the engine
-                occupancy = occupancy.concat(rows)
-        return jobs, occupancy
+                parts.append(occupancy_of(caches, time.monotonic() - self._watched < WATCHED_SECONDS))
+                jobs += batch[: len(parts[-1].rows) or len(batch)]  # without jobs that wait in the engine
+        return jobs, parts
 
     def _count_drafts(self, speculation: SpeculationStatistics | None) -> None:
         """Counts drafts since the last update; copies the statistics, which change in the worker's thread."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from typing import Any, Protocol
 
@@ -197,7 +197,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes = {char: value for value, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-        self._cache: dict[int, tuple[str, bytes]] = {}
+        self._text = cache(self._look_up)
 
     def of(self, scores: Sequence[tuple[int, TokenScore]]) -> list[TokenText]:
         """Tokens with their scores."""
@@ -207,9 +207,7 @@ class TokenTexts:
         ]
 
     def _one(self, token: int, logprob: float, top: tuple[TokenText, ...] = ()) -> TokenText:
-        if token not in self._cache:
-            self._cache[token] = self._look_up(token)
-        text, data = self._cache[token]
+        text, data = self._text(token)
         finite = logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB  # also for NaN
         return TokenText(token, text, data, finite, top)
 

@@ -108,9 +108,7 @@ class WorkerSettings:
         """Whether prefixes are cached for later requests."""
         return self.open_store is not None or self.prompt_memory_bytes > 0
 
-    def engine(
-        self, models: Models, policy: CachePolicy, instructions: Instructions, communicator: Communicator = LOCAL
-    ) -> Engine:
+    def engine(self, models: Models, policy: CachePolicy, communicator: Communicator = LOCAL) -> Engine:
         """An engine for a policy.
 
         Raises:
@@ -122,7 +120,7 @@ class WorkerSettings:
             self.drafting,
             models.draft,
             return_caches=self.keeps_prompts or policy.budget is not None,  # also to count the last evictions
-            instructions=instructions,
+            instructions=Instructions.for_policy(policy, models.tokenizer, models.model),
             max_wait=self.max_wait,
         )
         return make_engine(models.model, set(models.tokenizer.eos_token_ids), policy, settings, communicator)
@@ -216,7 +214,6 @@ class Rows:
     ) -> None:
         self._models, self._settings, self.policy = models, settings, policy
         self._monitor, self._metrics, self._output, self._group = monitor, monitor.metrics, deliver, group
-        self._instructions = Instructions.for_policy(policy, models.tokenizer, models.model)
         self.active: dict[int, Job] = {}
         self._make_engine()
         try:
@@ -234,24 +231,18 @@ class Rows:
             raise
 
     def _make_engine(self) -> None:
-        def make(communicator: Communicator) -> Engine:
-            return self._settings.engine(self._models, self.policy, self._instructions, communicator)
-
-        self.engine = lead(make, self._group)
+        self.engine = lead(partial(self._settings.engine, self._models, self.policy), self._group)
         self._checkpoints = self._settings.keeps_prompts and needs_checkpoints(self.engine.make_caches())
-
-    def _jobs(self, numbers: list[int]) -> list[Job]:
-        return [self.active[number] for number in numbers]
 
     @property
     def decoding(self) -> list[Job]:
         """The jobs that decode, in the order of the rows of the engine's caches."""
-        return self._jobs(self.engine.rows)
+        return [self.active[number] for number in self.engine.rows]
 
     @property
     def reading(self) -> list[tuple[list[Job], list[Any]]]:
         """The jobs whose prompts are being read, with their caches."""
-        return [(self._jobs(numbers), caches) for numbers, caches in self.engine.reading]
+        return [([self.active[number] for number in numbers], caches) for numbers, caches in self.engine.reading]
 
     def update_progress(self) -> None:
         """Copies the progress of each job into its fields."""
@@ -338,7 +329,7 @@ class Rows:
     def _deliver(self, tokens: list[BatchToken]) -> None:
         """Delivers the tokens of a step, and ends jobs."""
         if self.policy.budget is not None:
-            self._count_evicted(self.decoding, self.engine.caches)
+            self._monitor.count_evicted(self.decoding, self.engine.caches)
         chunks, finished = output_of(tokens, self.active)
         for chunk in chunks:
             if chunk.finish_reason is not None:
@@ -350,7 +341,7 @@ class Rows:
                 time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
         for job, token in finished:  # after delivery
             stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
-            self._count_evicted([job], token.caches)
+            self._monitor.count_evicted([job], token.caches)
             if self._settings.keeps_prompts and job.keep:
                 self._keep(job, self.engine.extract(job.number) if stopped else token.caches)
             if stopped:
@@ -364,16 +355,12 @@ class Rows:
         if trim_all(caches, max(0, read - len(tokens))):
             self.prefixes.keep(tokens[:read], caches)
 
-    def _count_evicted(self, jobs: list[Job], caches: list[object] | None) -> None:
-        if self.policy.budget is not None:
-            self._monitor.count_evicted(jobs, caches)
-
     def cancel(self, job: Job) -> bool:
         """Ends a job at any stage; returns whether it had a row here."""
         if job.number not in self.active:
             return False
         for jobs, caches in self.reading:
-            self._count_evicted(jobs, caches)
+            self._monitor.count_evicted(jobs, caches)
         self.engine.cancel(job.number)
         self._finish(job, "cancelled")
         return True

@@ -12,7 +12,6 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_kv.generation.prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
@@ -133,8 +132,7 @@ class Worker:
         assert group is not None
         self._load_models()
         models, memory = self.models, TotalMemory(self.models.model, group)
-        instructions = Instructions.for_policy(self.policy, models.tokenizer, models.model)
-        follow(partial(self.settings.engine, models, self.policy, instructions), group, memory.handlers)
+        follow(partial(self.settings.engine, models, self.policy), group, memory.handlers)
 
     # --- called from other threads ------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, cast
 
@@ -172,18 +173,13 @@ class ChatBody(requests.ChatFields, OpenAIFields):
         return self.add_openai_fields(request)
 
 
-def completions(body: Any, rules: RequestRules) -> ParsedRequest:
-    """A `Dialect`: OpenAI's completions."""
-    return _parsed(CompletionBody.parse(body, rules.unknown).completion_request(rules))
+def _parse(kind: type[CompletionBody | ChatBody], body: Any, rules: RequestRules) -> ParsedRequest:
+    request = kind.parse(body, rules.unknown).completion_request(rules)
+    return ParsedRequest(request, partial(CompletionWriter, request))
 
 
-def chats(body: Any, rules: RequestRules) -> ParsedRequest:
-    """A `Dialect`: OpenAI's chat completions."""
-    return _parsed(ChatBody.parse(body, rules.unknown).completion_request(rules))
-
-
-def _parsed(request: CompletionRequest) -> ParsedRequest:
-    return ParsedRequest(request, lambda model: CompletionWriter(request, model))
+# Each is a `Dialect`.
+completions, chats = partial(_parse, CompletionBody), partial(_parse, ChatBody)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from mlx_kv.server.worker import Worker
 VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
 # Options that are fields of OpenAI's API or of mlx_lm.server by the same name.
 SAME = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop"}
-FAMILY = "general.architecture"
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -101,11 +100,6 @@ class OllamaBody(Body):
             return fields | {"enable_thinking": self.think}
         return fields if self.think is None else fields | {"reasoning_effort": self.think}
 
-    def without_prompt(self, name: str, empty: dict[str, Any]) -> Response:
-        """The answer to a request without a prompt, with which clients load a model, or with keep_alive=0 unload it."""
-        reason = "unload" if self.keep_alive in (0, "0", "0s") else "load"
-        return JsonResponse({"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason})
-
 
 class CalledFunction(Body):
     """The function of a call."""
@@ -161,7 +155,7 @@ class OllamaChatBody(OllamaBody):
             messages.append(chat.Message(message.role, [*parts, *calls]))
         return chat.as_chat(messages)
 
-    def openai_body(self, unknown: UnknownFields) -> ChatBody:
+    def openai_body(self, unknown: UnknownFields, has_template: bool) -> ChatBody:
         """This request as OpenAI's."""
         last = self.messages[-1]
         body = self.chat_fields(unknown) | {"messages": self.chat_messages(), "tools": self.tools}
@@ -192,32 +186,26 @@ class GenerateBody(OllamaBody):
 
 
 class OllamaDialect:
-    """The dialect of /api/chat and /api/generate.
+    """A `Dialect`: /api/chat or /api/generate.
 
     Args:
+        kind: of the bodies.
         has_template: whether the model has a chat template.
     """
 
-    def __init__(self, names: ModelNames, has_template: bool) -> None:
-        self._names, self._has_template = names, has_template
+    def __init__(self, kind: type[OllamaChatBody | GenerateBody], names: ModelNames, has_template: bool) -> None:
+        self._kind, self._names, self._has_template = kind, names, has_template
 
-    def chat(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
-        """A `Dialect`: /api/chat."""
-        parsed = OllamaChatBody.parse(body, rules.unknown)
+    def __call__(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
+        parsed, is_chat = self._kind.parse(body, rules.unknown), self._kind is OllamaChatBody
         self._names.check(parsed.model)
-        if not parsed.messages:
-            return parsed.without_prompt(self._names.name, {"message": {"role": "assistant", "content": ""}})
-        request = parsed.openai_body(rules.unknown).completion_request(rules)
-        return ParsedRequest(request, lambda model: OllamaWriter(parsed.model or model, chat=True))
-
-    def generate(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
-        """A `Dialect`: /api/generate."""
-        parsed = GenerateBody.parse(body, rules.unknown)
-        self._names.check(parsed.model)
-        if not parsed.prompt:
-            return parsed.without_prompt(self._names.name, {"response": ""})
+        if not (parsed.messages if isinstance(parsed, OllamaChatBody) else parsed.prompt):
+            # With such a request clients load a model, or with keep_alive=0 unload it.
+            reason = "unload" if parsed.keep_alive in (0, "0", "0s") else "load"
+            empty = OllamaWriter(self._names.name, is_chat).fields(Delta())
+            return JsonResponse(empty | {"done": True, "done_reason": reason})
         request = parsed.openai_body(rules.unknown, self._has_template).completion_request(rules)
-        return ParsedRequest(request, lambda model: OllamaWriter(parsed.model or model, chat=False))
+        return ParsedRequest(request, lambda model: OllamaWriter(parsed.model or model, is_chat))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -244,21 +232,22 @@ class OllamaWriter(OutputWriter):
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
-        return self._fields(choice.answer) | self._end(choice)
+        return self.fields(choice.answer) | self._end(choice)
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
         if not (delta.fields or delta.logprobs):
             return b""
-        return _line(self._fields(delta) | {"done": False})
+        return _line(self.fields(delta) | {"done": False})
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
-        return _line(self._fields(Delta()) | self._end(choice))
+        return _line(self.fields(Delta()) | self._end(choice))
 
     def failed(self, error: ApiError) -> bytes:
         return _line({"error": error.message})
 
-    def _fields(self, delta: Delta) -> dict[str, Any]:
+    def fields(self, delta: Delta) -> dict[str, Any]:
+        """A part of the answer."""
         common: dict[str, Any] = {"model": self._model, "created_at": now()}
         if delta.logprobs:
             common["logprobs"] = [chat_logprob(token) for token in delta.logprobs]
@@ -342,7 +331,7 @@ class OllamaRoutes:
         self._names.check(parsed.model or parsed.name)
         tokenizer = self._worker.models.tokenizer
         template = getattr(tokenizer, "chat_template", None)
-        info: dict[str, Any] = {FAMILY: self._family, "general.parameter_count": self._parameters}
+        info: dict[str, Any] = {"general.architecture": self._family, "general.parameter_count": self._parameters}
         if self._worker.context is not None:
             info[f"{self._family}.context_length"] = self._worker.context
         capabilities = ["completion"]

@@ -347,12 +347,6 @@ class ResponseWriter(OutputWriter):
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
-    def _new_logprobs(self, block: Block) -> list[dict[str, Any]]:
-        """Log-probabilities of new text."""
-        logprobs, self._pending_logprobs = self._pending_logprobs, []
-        self._logprobs.setdefault(block.index, []).extend(logprobs)
-        return logprobs
-
     def _events(self, changes: Iterable[Change]) -> bytes:
         return b"".join(self._change(*change) for change in changes)
 
@@ -368,7 +362,10 @@ class ResponseWriter(OutputWriter):
                 data += self._event("response.content_part.added", **of, part=self._part(block, ""))
             return data
         if change is Event.GROWS:
-            logprobs: dict[str, Any] = {"logprobs": self._new_logprobs(block)} if block.kind is chat.Text else {}
+            logprobs: dict[str, Any] = {}
+            if block.kind is chat.Text:
+                logprobs["logprobs"], self._pending_logprobs = self._pending_logprobs, []
+                self._logprobs.setdefault(block.index, []).extend(logprobs["logprobs"])
             return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
         self._statuses[block.index] = status = "incomplete" if self._truncated else "completed"
         if block.kind is chat.Call:
