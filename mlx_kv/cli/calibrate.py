@@ -32,12 +32,6 @@ Examples:
 MAX_SKIPPED = 5  # files that are listed
 TOP_HEADS = 5
 LEGIBLE = 0.5  # share of right answers with all tokens kept, below which a model does not understand the questions
-SUFFIX, PARTIAL = ".safetensors", ".partial"
-
-
-def work_folder(output: Path) -> Path:
-    """The directory of measurements until the calibration is complete."""
-    return output.with_name(output.name.removesuffix(SUFFIX) + PARTIAL)
 
 
 def head_lines(calibration: Calibration) -> list[str]:
@@ -172,7 +166,7 @@ def calibrate_command(
     else:
         texts = (single_text if budgets_only else default_texts)(tokenizer, positions)
     check_texts(texts, budgets_only)
-    kept = work_folder(output)
+    partial = output.with_name(output.name.removesuffix(".safetensors") + ".partial")  # until it is complete
     weights = [2.0 * len(text) for text in texts]
     if not budgets_only:
         weights += [float(TOKENS)] * len(CANDIDATES) + [2.0 * CONTEXT] * CASES
@@ -184,7 +178,7 @@ def calibrate_command(
                 texts,
                 budgets_only=budgets_only,
                 progress=lambda done, total: progress.step(f"calibrating {short_name(chosen)}"),
-                resume=kept,
+                resume=partial,
             )
             if not budgets_only:
                 answers = measure_answers(network, tokenizer, calibration, lambda: progress.step("asking questions"))
@@ -192,7 +186,7 @@ def calibrate_command(
         except KeyboardInterrupt:
             if progress.done:
                 done = min(progress.done, len(texts))
-                say(f"{done} of {len(texts)} texts are measured, in {kept}: run the command again to continue")
+                say(f"{done} of {len(texts)} texts are measured, in {partial}: run the command again to continue")
             raise
         save_calibration(output, calibration, force=force)
     seconds, peak = time.perf_counter() - started, mx.get_peak_memory()

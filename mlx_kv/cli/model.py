@@ -92,8 +92,7 @@ class ModelOptions:
         """The model and its tokenizer."""
         from mlx_kv.mlxlm.loading import load
 
-        lazy: dict[str, Any] = {"lazy": True} if self.lazy_load else {}
-        network, tokenizer = load(model_path(self.name), **self._settings, **lazy)
+        network, tokenizer = load(model_path(self.name), **self._settings, lazy=self.lazy_load)
         return network, self.with_eos_tokens(tokenizer)
 
     def release(self, network: nn.Module) -> None:
@@ -221,10 +220,10 @@ class PromptOptions:
             raise click.UsageError(
                 f"unexpected argument {self.source!r}: a prompt comes from --prompt, --prompt-file or - for stdin"
             )
-        given = [place for place in (self.prompt, self.prompt_file, self.source) if place is not None]
-        if len(given) != 1:
+        places = [place for place in (self.prompt, self.prompt_file, self.source) if place is not None]
+        if len(places) != 1:
             raise click.UsageError(
-                f"{'no prompt' if not given else 'more than one prompt'}: give --prompt, --prompt-file or -"
+                f"{'no prompt' if not places else 'more than one prompt'}: give --prompt, --prompt-file or -"
             )
         try:
             if self.prompt_file is not None:
@@ -359,10 +358,10 @@ class DraftOptions(DraftSettings):
             raise click.UsageError("--draft model drafts with a model: give --draft-model")
         if not self.enabled and self.num_draft_tokens is not None:
             raise click.UsageError("--num-draft-tokens needs --draft or --draft-model")
-        given = given_options(DraftOptions)
+        chosen = given_options(DraftOptions)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            if self.drafter in (None, "model") and name in given:
-                raise click.UsageError(f"{given[name]} needs --draft ngram, suffix or auto")
+            if self.drafter in (None, "model") and name in chosen:
+                raise click.UsageError(f"{chosen[name]} needs --draft ngram, suffix or auto")
         if self.drafter in ("ngram", "suffix", "auto") and self.draft_model is not None:
             raise click.UsageError(
                 f"--draft {self.drafter} drafts without a model: leave out --draft-model, or --draft"

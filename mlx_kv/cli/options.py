@@ -303,10 +303,10 @@ def read_bytes(text: str) -> int:
     Raises:
         ValueError: another text.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]?)B?", text.strip(), re.IGNORECASE | re.ASCII)
-    if found is None or (not found[2] and "." in found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]?)B?", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or (not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is not a number of bytes: write one, or as in 512MB or 1.5GB.")
-    return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
+    return int(Decimal(match[1]) * {"": 1, "M": 10**6, "G": 10**9}[match[2].upper()])
 
 
 def read_numbers(text: str, what: str, largest: int = MOST_TOKENS) -> tuple[int, ...]:
@@ -462,17 +462,17 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
         for name in param.opts
         if name.startswith("--")
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in _entries(content):
         option = options.get(key.replace("_", "-"))
         if option is None or option.name is None:
             check_removed(f"--{key.replace('_', '-')}", f"{path}: ")
             command = f"mlx-kv {ctx.info_name}"
             raise click.UsageError(f"{path}: {key} is not an option of {command}: see {command} --help")
-        if option.name in found:
+        if option.name in values:
             raise click.UsageError(f"{path}: {key} is given twice: leave out one of them")
-        found[option.name] = _checked(f"{path}: {key}", key, value, option, ctx)
-    return found
+        values[option.name] = _checked(f"{path}: {key}", key, value, option, ctx)
+    return values
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

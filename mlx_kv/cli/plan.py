@@ -105,12 +105,12 @@ def shared_lines(most: int, tokens: int, copies: StrategyMemory, contexts: Seque
     if not most:
         return [f"The {tokens:,} shared tokens are held by each sequence: this model or policy cannot hold them once."]
     unit, size = unit_of(copies.bytes_held)
-    held = ", ".join(f"{count / size:,.2f}" for count in copies.bytes_held)
+    sizes = ", ".join(f"{count / size:,.2f}" for count in copies.bytes_held)
     of = ", ".join(f"{context:,}" for context in contexts)
     once = f"Up to {tokens:,} shared tokens are held once"
     if most < max(contexts):  # a budget: then tokens are evicted
         once += f", until a sequence has more than {most:,} tokens"
-    return [f"{once}. With copies in each sequence: {held} {unit} at {of} tokens."]
+    return [f"{once}. With copies in each sequence: {sizes} {unit} at {of} tokens."]
 
 
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
@@ -137,10 +137,10 @@ def draw(
     """
     from mlx_kv.plots import memory_against_context
 
-    held = {row.name: row.bytes_held for row in rows if any(row.bytes_held)}
-    if not held:
+    series = {row.name: row.bytes_held for row in rows if any(row.bytes_held)}
+    if not series:
         raise click.UsageError("nothing to draw: none of this model's caches is planned; leave out --plot")
-    save_figure(memory_against_context(title, contexts, held, marked), file)
+    save_figure(memory_against_context(title, contexts, series, marked), file)
 
 
 @command(epilog=EXAMPLES, short_help="Plan the memory for the keys and values of a model.")
@@ -235,8 +235,8 @@ def plan(
     planned = compared[-1] if policy.changed() else compared[2 if windows else 0]
     parts = None
     if ranks is not None:
-        wanted = Ranks(ranks, split.split, split.layers_by_rank)
-        parts = of_ranks(config, DTYPES[dtype], wanted, planned, contexts, batch_size)
+        planned_ranks = Ranks(ranks, split.split, split.layers_by_rank)
+        parts = of_ranks(config, DTYPES[dtype], planned_ranks, planned, contexts, batch_size)
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
         line = dense(contexts)

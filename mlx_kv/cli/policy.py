@@ -144,7 +144,7 @@ class PolicyOptions(PolicySettings):
                 raise click.UsageError("--kv-rotate needs --kv-bits: give a number, such as 8")
             names = ["plain" if count is None else "rotated" for count in keys_and_values("bits", bits)]
             codec = names[0] if names[0] == names[1] else (names[0], names[1])
-        pairs = (keys_and_values(name, given) for name, given in (("bits", bits), ("codec", codec)))
+        pairs = (keys_and_values(name, value) for name, value in (("bits", bits), ("codec", codec)))
         for count, name in zip(*pairs, strict=True):
             if name in TAKE_BITS and count is None:
                 raise click.UsageError(f"--kv-codec {name} needs --kv-bits: give a number, such as 8")
@@ -232,8 +232,8 @@ class PolicyOptions(PolicySettings):
         """The policy, with other bits and codecs for those that a calibration decides."""
         from mlx_kv.policy import CachePolicy
 
-        given = {each.name: getattr(self, each.name) for each in fields(PolicySettings)}
-        return CachePolicy(**given | self.stored() | {"calibration": calibration if self.budget is not None else None})
+        values = {each.name: getattr(self, each.name) for each in fields(PolicySettings)}
+        return CachePolicy(**values | self.stored() | {"calibration": calibration if self.budget is not None else None})
 
     def _need_calibration(self) -> list[str]:
         """The options that need a calibration."""
@@ -256,11 +256,11 @@ class PolicyOptions(PolicySettings):
         from mlx_kv.files.calibration_file import find_calibration
 
         whole = launched() is None  # a part of a model does not identify the model
-        found = self.calibration_of_file(model if whole else None)
+        calibration = self.calibration_of_file(model if whole else None)
         if self.calibration_file is None and whole:
-            found = find_calibration(model_path(name), model)
-        if found is not None:
-            return found
+            calibration = find_calibration(model_path(name), model)
+        if calibration is not None:
+            return calibration
         for option in self._need_calibration():
             raise click.UsageError(
                 f"{option} needs a calibration of this model, and none was found: run mlx-kv calibrate {name}, or give "

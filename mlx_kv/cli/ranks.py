@@ -115,13 +115,13 @@ class Machine:
         follow(make, self.group)
         raise LeaderEndedError("the leader has ended")
 
-    def totals(self, held: CacheStatistics, peak: int) -> tuple[CacheStatistics, int]:
+    def totals(self, statistics: CacheStatistics, peak: int) -> tuple[CacheStatistics, int]:
         """What the caches of all ranks hold, and the largest peak; each rank gives its own."""
         if self.group is None:
-            return held, peak
+            return statistics, peak
         from mlx_kv.ranks.group import total_statistics
 
-        return total_statistics(self.group, held), max(self.group.gathered(peak))
+        return total_statistics(self.group, statistics), max(self.group.gathered(peak))
 
 
 def check_supported(parameters: Mapping[str, Any]) -> None:

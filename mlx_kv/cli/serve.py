@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -245,34 +244,22 @@ class ServerSettings:
         """The keys, one of which clients must send; none: all clients are accepted.
 
         Raises:
-            click.UsageError: a key that no client could send, or a file without a key.
+            click.UsageError: a key that no client could send, or a file without a key or that cannot be read.
         """
-        from_file = [] if self.api_key_file is None else read_keys(self.api_key_file)
-        check_keys(self.api_key, f"--api-key or {KEY_VARIABLE}")
-        return [*self.api_key, *from_file]
-
-
-def read_keys(path: Path) -> list[str]:
-    """The keys in a file, one per line; empty lines are skipped.
-
-    Raises:
-        click.UsageError: there is no key in it, one that no client could send, or it cannot be read.
-    """
-    try:
-        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeError) as error:
-        raise click.UsageError(f"cannot read {path}: {error}") from error
-    if not keys:
-        raise click.UsageError(f"{path} has no key in it: write one in each line")
-    check_keys(keys, str(path))
-    return keys
-
-
-def check_keys(keys: Sequence[str], where: str) -> None:
-    """Raises click.UsageError for a key that no client could send."""
-    for number, key in enumerate(keys, 1):
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise click.UsageError(f"key {number} in {where} is not plain ASCII without spaces: choose another")
+        keys = {f"--api-key or {KEY_VARIABLE}": list(self.api_key)}
+        if (file := self.api_key_file) is not None:
+            try:
+                lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            except (OSError, UnicodeError) as error:
+                raise click.UsageError(f"cannot read {file}: {error}") from error
+            keys[str(file)] = list(filter(None, lines))
+            if not keys[str(file)]:
+                raise click.UsageError(f"{file} has no key in it: write one in each line")
+        for where, values in keys.items():
+            for number, key in enumerate(values, 1):
+                if not key or not key.isascii() or not key.isprintable() or " " in key:
+                    raise click.UsageError(f"key {number} in {where} is not plain ASCII without spaces: choose another")
+        return [key for values in keys.values() for key in values]
 
 
 def _default_of(name: str) -> Any:

@@ -410,13 +410,13 @@ class Leader(Link):
         Raises:
             RanksError: the group is broken, or has been closed.
         """
-        found = []
+        answers = []
         for rank in self._channels:
-            found.append(self._receive(rank))
-            if found[-1] is _END:
+            answers.append(self._receive(rank))
+            if answers[-1] is _END:
                 self._check_all()
                 raise RanksError(f"rank {rank} is gone: {START_AGAIN}")
-        return found
+        return answers
 
     def _check_all(self) -> None:
         if self._ended is not None:

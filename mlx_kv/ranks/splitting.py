@@ -207,11 +207,11 @@ def _cut_layers(model: nn.Module, place: Place, layers: Sequence[int] | None) ->
         raise ValueError(f"{count} layers of {name} cannot be shared by {size} ranks: use {count} ranks at the most")
     options: dict[str, Any] = {}
     if layers is not None:
-        given = f"layers are {','.join(map(str, layers))}"
+        problem = f"layers are {','.join(map(str, layers))}"
         if len(layers) != size:
-            raise ValueError(f"{given}, but there are {size} ranks: give a number for each")
+            raise ValueError(f"{problem}, but there are {size} ranks: give a number for each")
         if min(layers) < 1 or sum(layers) != count:
-            raise ValueError(f"{given}, but {name} has {count}: give each rank one at least, and {count} in all")
+            raise ValueError(f"{problem}, but {name} has {count}: give each rank one at least, and {count} in all")
         if "split" not in inspect.signature(staged.pipeline).parameters:
             raise ValueError(f"mlx-lm splits the layers of {name} evenly only: leave out layers")
         options["split"] = list(layers)
