@@ -142,7 +142,7 @@ def main() -> None:
 
     def sides(work: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
         def ours() -> Any:
-            with AttentionPatch(model, answering=CpuAttention()):
+            with AttentionPatch(model, backend=CpuAttention()):
                 return work(*arguments)
 
         def both() -> Any:

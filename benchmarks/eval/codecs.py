@@ -206,7 +206,7 @@ class Configuration:
         group = self.group_size or 64
         of_keys, of_values = groups_of_tokens(Affine(keys, group)), each_token(Affine(values, group))
         hook = Simulated(of_keys, of_values, group, kind.endswith("recent"))
-        with AttentionPatch(model, otherwise=hook):
+        with AttentionPatch(model, default_hook=hook):
             yield
 
     def bytes_per_token(self, heads: int, dims: tuple[int, int]) -> float:

@@ -29,7 +29,7 @@ from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
-from mlx_kv.mlxlm.recurrent import unread
+from mlx_kv.mlxlm.recurrent import lacks_state
 from mlx_kv.policy import CachePolicy
 
 Chooser: TypeAlias = Callable[[mx.array, int], mx.array]  # of log-probabilities (B, V) and places ahead, tokens (B,)
@@ -120,7 +120,7 @@ class Decoder:
             samplers = [SeededSampler(s, None, 0) if isinstance(s, TemperatureSampler) else s for s in samplers]
         contexts = [RowContext(row.processors, text) for row, text in zip(sequences, texts, strict=True)]
         first: list[list[Emitted]] = [[] for _ in sequences]
-        if self.drafter is None and self.target.caches and unread(caches):
+        if self.drafter is None and self.target.caches and lacks_state(caches):
             # A batch holds zeros for missing recurrent state, from which some layers do not begin: a pass without it.
             announce(caches, [1] * len(sequences))
             logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]

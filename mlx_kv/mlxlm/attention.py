@@ -1,4 +1,4 @@
-"""A patch of the attention function of mlx-lm's models, through which calls can be observed and answered.
+"""A patch of the attention function of mlx-lm's models, through which calls can be observed and computed here.
 
 mlx-lm's models call `scaled_dot_product_attention(queries, keys, values, cache=..., ...)` by a global name of their
 module. While an `AttentionPatch` of a model is open, that name is a function of ours in its modules: calls with a cache
@@ -71,16 +71,16 @@ class AttentionPatch:
 
     Args:
         model: any model of mlx-lm. Layers of other modules, as wrappers of models have, are found.
-        otherwise: the hook of calls whose cache has none, and of those without a cache. The latest patch wins.
-        answering: computes attention instead of mlx-lm, after the hook of the cache. The latest patch wins.
+        default_hook: the hook of calls whose cache has none, and of those without a cache. The latest patch wins.
+        backend: computes attention instead of mlx-lm, after the hook of the cache. The latest patch wins.
     """
 
-    def __init__(self, model: nn.Module, otherwise: Hook | None = None, answering: Hook | None = None) -> None:
+    def __init__(self, model: nn.Module, default_hook: Hook | None = None, backend: Hook | None = None) -> None:
         number = next(_numbers)
         modules = attention_modules(model)
         self._finalizer = weakref.finalize(self, _changes.make, functools.partial(_close, modules, number))
         self._finalizer.atexit = False
-        _changes.make(functools.partial(_open, modules, number, otherwise, answering))
+        _changes.make(functools.partial(_open, modules, number, default_hook, backend))
 
     def close(self) -> None:
         """Ends the patch; a second call does nothing."""
@@ -111,8 +111,8 @@ def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: Hook | None)
                 setattr(cache, HOOK, in_front)
             yield
         finally:
-            for cache, own in zip(everything, before, strict=True):
-                setattr(cache, HOOK, own)
+            for cache, previous in zip(everything, before, strict=True):
+                setattr(cache, HOOK, previous)
 
 
 def attention_modules(model: nn.Module) -> list[ModuleType]:
@@ -124,8 +124,8 @@ def modules_with(model: nn.Module, name: str) -> list[ModuleType]:
     """The modules that the model's layers come from or inherit from, if they call something by that global name."""
     parts = model.modules()  # type: ignore[no-untyped-call]
     names = {kind.__module__ for part in {type(part) for part in parts} for kind in part.__mro__}
-    found = [sys.modules[module] for module in sorted(names) if module in sys.modules]
-    return [module for module in found if callable(getattr(module, name, None))]
+    modules = [sys.modules[module] for module in sorted(names) if module in sys.modules]
+    return [module for module in modules if callable(getattr(module, name, None))]
 
 
 class _InFront:
@@ -135,29 +135,29 @@ class _InFront:
         self._hook = hook
 
     def attend(self, call: AttentionCall) -> mx.array:
-        own: Hook | None = getattr(call.cache, "own_hook", None)
-        return self._hook.attend(call if own is None else call.before(own))
+        next_hook: Hook | None = getattr(call.cache, "own_hook", None)
+        return self._hook.attend(call if next_hook is None else call.before(next_hook))
 
 
 class _PatchedModule:
     """The function that replaces a module's attention, and the open patches of the module."""
 
     def __init__(self, module: ModuleType) -> None:
-        own: Callable[..., mx.array] = getattr(module, NAME)
-        self.module, self.own = module, own
+        forward: Callable[..., mx.array] = getattr(module, NAME)
+        self.module, self.original = module, forward
         self.patches: dict[int, tuple[Hook | None, Hook | None]] = {}
-        self.otherwise: Hook | None = None
-        self.answering: Hook | None = None
+        self.default_hook: Hook | None = None
+        self.backend: Hook | None = None
 
-        @functools.wraps(own)
+        @functools.wraps(forward)
         def attention(*placed: Any, **named: Any) -> mx.array:
             cache = named["cache"] if "cache" in named else placed[3] if len(placed) > 3 else None
-            hook: Hook | None = getattr(cache, HOOK, None) or self.otherwise
-            answering = self.answering
-            if answering is None:
-                return own(*placed, **named) if hook is None else hook.attend(AttentionCall(own, placed, named))
-            call = AttentionCall(own, placed, named)
-            return answering.attend(call) if hook is None else hook.attend(call.before(answering))
+            hook: Hook | None = getattr(cache, HOOK, None) or self.default_hook
+            backend = self.backend
+            if backend is None:
+                return forward(*placed, **named) if hook is None else hook.attend(AttentionCall(forward, placed, named))
+            call = AttentionCall(forward, placed, named)
+            return backend.attend(call) if hook is None else hook.attend(call.before(backend))
 
         self.function = attention
         setattr(module, NAME, attention)
@@ -165,13 +165,13 @@ class _PatchedModule:
     def settle(self) -> None:
         """Uses the hooks of the latest patches; without any, the module gets its own function back."""
         last_first = [*reversed(self.patches.values())]
-        self.otherwise = next((hook for hook, _ in last_first if hook is not None), None)
-        self.answering = next((hook for _, hook in last_first if hook is not None), None)
+        self.default_hook = next((hook for hook, _ in last_first if hook is not None), None)
+        self.backend = next((hook for _, hook in last_first if hook is not None), None)
         if not self.patches:
             del _patched[self.module]
             # Where another function has replaced ours and calls it, ours now forwards every call.
             if getattr(self.module, NAME) is self.function:
-                setattr(self.module, NAME, self.own)
+                setattr(self.module, NAME, self.original)
 
 
 class Changes:
@@ -208,11 +208,11 @@ _patched: dict[ModuleType, _PatchedModule] = {}
 _changes = Changes()  # a patch may be collected as garbage while another one opens
 
 
-def _open(modules: list[ModuleType], number: int, otherwise: Hook | None, answering: Hook | None) -> None:
+def _open(modules: list[ModuleType], number: int, default_hook: Hook | None, backend: Hook | None) -> None:
     for module in modules:
         if module not in _patched:
             _patched[module] = _PatchedModule(module)
-        _patched[module].patches[number] = otherwise, answering
+        _patched[module].patches[number] = default_hook, backend
         _patched[module].settle()
 
 
@@ -226,7 +226,7 @@ def _close(modules: list[ModuleType], number: int) -> None:
 # --- caches that need to see it ---------------------------------------------------------------------------------------
 
 
-def can_answer(model: nn.Module, packing: Packing) -> bool:
+def can_attend(model: nn.Module, packing: Packing) -> bool:
     """Whether every layer passes planes packed like these to attention that can be computed here.
 
     The model is probed with planes of mlx-lm's codec, of the same bits and group size.
@@ -246,10 +246,10 @@ def reads_packed(model: nn.Module, codecs: Codecs, residual: bool) -> tuple[bool
     """
     packed = [codec.packed for codec in codecs if codec.packed is not None]
     ours = packings_of(codecs) is not None  # planes that mlx-lm's attention cannot read
-    answered = can_answer(model, packed[0] if packed else Packing(8, 32)) if residual or ours else True
+    computable = can_attend(model, packed[0] if packed else Packing(8, 32)) if residual or ours else True
     if len(packed) < len(codecs) or ours:
-        return len(packed) == len(codecs) and answered, answered
-    return takes_packed(model, packed[0].group_size, packed[0].bits), answered
+        return len(packed) == len(codecs) and computable, computable
+    return takes_packed(model, packed[0].group_size, packed[0].bits), computable
 
 
 def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
@@ -263,12 +263,12 @@ def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
     """
     check_model("model", model)
     parts = [parts_of(cache) for cache in leaves(cache_list("caches", caches))]
-    hooked = {i: own for i, own in enumerate(parts) if any(part.own_hook is not None for part in own)}
+    hooked = {i: layer for i, layer in enumerate(parts) if any(part.own_hook is not None for part in layer)}
     if not hooked:
         return
-    evictors = {i: [part.evictor for part in own if part.evictor is not None] for i, own in hooked.items()}
-    wanting = {i: own for i, own in evictors.items() if any(evictor.wants_attention for evictor in own)}
-    if any(evictor.own_lengths for own in wanting.values() for evictor in own) and not attends_by_class(model):
+    evictors = {i: [part.evictor for part in layer if part.evictor is not None] for i, layer in hooked.items()}
+    wanting = {i: layer for i, layer in evictors.items() if any(evictor.wants_attention for evictor in layer)}
+    if any(evictor.own_lengths for layer in wanting.values() for evictor in layer) and not attends_by_class(model):
         raise SettingError(
             "layers or heads of different lengths each need a mask of their own, and {} does not attend with the mask "
             "that it is given: use {layers:='uniform'}, and not {share:='adaptive'}",
@@ -289,10 +289,10 @@ def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
         )
     # Where packed planes cannot be attended to here, attention gets arrays: such caches need no patch.
     carrying: list[KVCache] = []
-    for i, own in hooked.items():
-        packings = [packings_of(part.view.codecs) for part in own if not part.view.residual_length]
-        if i in wanting or all(each is not None and can_answer(model, each[0]) for each in packings):
-            carrying += own
+    for i, layer in hooked.items():
+        packings = [packings_of(part.view.codecs) for part in layer if not part.view.residual_length]
+        if i in wanting or all(each is not None and can_attend(model, each[0]) for each in packings):
+            carrying += layer
     if unseen := [part for part in carrying if part.seam is None]:
         patch = AttentionPatch(model)
         for part in unseen:
@@ -332,12 +332,12 @@ def attention_seen(model: nn.Module) -> tuple[Sight | None, ...]:
     order of its slots, that the layer computes from them (latent attention; part of the products may be in the mask).
     "hidden": never, or not always, or not over all slots. None: without attention, as recurrent layers and indexers.
     """
-    own = list(leaves(stock.make_prompt_cache(model)))
-    found: list[set[Sight | None]] = [set() for _ in own]
+    stock_caches = list(leaves(stock.make_prompt_cache(model)))
+    sights: list[set[Sight | None]] = [set() for _ in stock_caches]
     for new, position in TRIALS:
         for index, sight in enumerate(_probe_attention(model, new, position)):
-            found[index].add(sight)
-    return tuple(next((sight for sight in WORST if sight in sights), None) for sights in found)
+            sights[index].add(sight)
+    return tuple(next((sight for sight in WORST if sight in each), None) for each in sights)
 
 
 def _probe_attention(model: nn.Module, new: int, position: int) -> list[Sight | None]:
@@ -349,7 +349,7 @@ def _probe_attention(model: nn.Module, new: int, position: int) -> list[Sight | 
             setattr(cache, HOOK, listener)
         return caches
 
-    with AttentionPatch(model, otherwise=listener):
+    with AttentionPatch(model, default_hook=listener):
         why = graph_error(model, (1, new), lambda at: listening(probe_caches(model, at)), position)
         if why is not None:  # it needs attributes of mlx-lm's own caches
             model(mx.zeros((1, new), mx.int32), cache=listening(stock.make_prompt_cache(model)))

@@ -39,11 +39,11 @@ def check_same_kinds(first: Sequence[Any], others: Sequence[Any]) -> None:
     pairs = list(zip(leaves(first), leaves(others), strict=False))
     if len(first) != len(others):
         raise ValueError(f"got {len(others)} caches for a model that has {len(first)}: use make_prompt_cache")
-    for own, other in pairs:
-        if isinstance(own, KVCache):
-            check_joinable(1, own, other)
-        elif kind_of(own) is not kind_of(other):
-            raise ValueError(f"got a {kind_of(other).__name__} where the model has a {kind_of(own).__name__}")
+    for expected, other in pairs:
+        if isinstance(expected, KVCache):
+            check_joinable(1, expected, other)
+        elif kind_of(expected) is not kind_of(other):
+            raise ValueError(f"got a {kind_of(other).__name__} where the model has a {kind_of(expected).__name__}")
 
 
 def check_batches(model: nn.Module) -> None:
@@ -77,8 +77,8 @@ def padding_is_read(model: nn.Module) -> bool:
 
     def state(tokens: mx.array, lengths: list[int] | None = None) -> list[mx.array]:
         """Of the second row."""
-        own = make_prompt_cache(model)
-        caches = [cache.merge([cache, copy]) for cache, copy in zip(own, make_prompt_cache(model), strict=True)]
+        caches = make_prompt_cache(model)
+        caches = [cache.merge([cache, copy]) for cache, copy in zip(caches, make_prompt_cache(model), strict=True)]
         if lengths is not None:
             for cache in caches:
                 cache.prepare(lengths=lengths, right_padding=[tokens.shape[1] - length for length in lengths])
@@ -92,7 +92,7 @@ def padding_is_read(model: nn.Module) -> bool:
     padded = state(rows, [TOKENS + PADDING, TOKENS])
     changes = zip(longer, shorter, padded, strict=True)
     return not all(
-        bool(mx.abs(pad - own).max() <= MAX_ROUNDING * mx.abs(full - own).max()) for full, own, pad in changes
+        bool(mx.abs(pad - alone).max() <= MAX_ROUNDING * mx.abs(full - alone).max()) for full, alone, pad in changes
     )
 
 

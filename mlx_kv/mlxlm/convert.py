@@ -140,19 +140,19 @@ def _fit_policy(model: nn.Module, policy: CachePolicy, strict: bool) -> tuple[Ca
     """
     kinds = cache_kinds(model)
     full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
-    packed_decode, answered = reads_packed(model, policy.codecs, bool(policy.residual_length))
+    packed_decode, computable = reads_packed(model, policy.codecs, bool(policy.residual_length))
     bounds = policy.max_kv_size is not None or policy.budget is not None
     why = why_unbounded(model) if bounds and full else None
     if not strict:
         fitting = policy if why is None else policy.unbounded()
-        return fitting if answered else replace(fitting, residual_length=0), packed_decode
+        return fitting if computable else replace(fitting, residual_length=0), packed_decode
     bounded = full and why is None
     rings = windowed or (bounded and policy.max_kv_size is not None)
     supported = dict.fromkeys(BOUNDS, bounded)
     supported["max_write"] = rings or (bounded and policy.budget is not None)
     supported["max_rollback"] = rings or stock.ArraysCache in kinds
     ignored = [name for name in policy.changed() if not supported.get(name, full or windowed)]
-    if not ignored and policy.residual_length and not answered:
+    if not ignored and policy.residual_length and not computable:
         raise SettingError(
             "{residual_length:is}, but attention of {} cannot be answered here: leave it out",
             architecture(model),
@@ -215,14 +215,14 @@ def why_unbounded(model: nn.Module) -> str | None:
 
 def check_windows(model: nn.Module, caches: Sequence[Any]) -> None:
     """Raises ValueError where caches keep a window as mlx-lm makes it, and the model's mask has a wider one."""
-    for own, cache in zip(leaves(stock.make_prompt_cache(model)), leaves(caches), strict=False):
-        if type(own) is not stock.RotatingKVCache or not isinstance(cache, KVCache):
+    for stock_cache, cache in zip(leaves(stock.make_prompt_cache(model)), leaves(caches), strict=False):
+        if type(stock_cache) is not stock.RotatingKVCache or not isinstance(cache, KVCache):
             continue
-        wanted = window_of(model, own.max_size)
-        if cache.layout.window == own.max_size < wanted:
+        window = window_of(model, stock_cache.max_size)
+        if cache.layout.window == stock_cache.max_size < window:
             raise ValueError(
-                f"a cache keeps {own.max_size} tokens, as mlx-lm makes it, but layers of this model see {wanted}: "
-                "read the tokens anew, into caches of mlx_kv.make_prompt_cache"
+                f"a cache keeps {stock_cache.max_size} tokens, as mlx-lm makes it, but layers of this model see "
+                f"{window}: read the tokens anew, into caches of mlx_kv.make_prompt_cache"
             )
 
 

@@ -62,7 +62,7 @@ class CpuAttention:
 def use_cpu_attention(model: nn.Module) -> None:
     """On a CPU, attention of this model's layers is computed here, for as long as the model lives."""
     if slow_exponential("MLX_KV_ATTENTION"):
-        weakref.finalize(model, AttentionPatch(model, answering=CpuAttention()).close).atexit = False
+        weakref.finalize(model, AttentionPatch(model, backend=CpuAttention()).close).atexit = False
 
 
 @mx.compile

@@ -189,10 +189,10 @@ def generation_config(path_or_hub_id: str | Path) -> dict[str, Any]:
     if not Path(path_or_hub_id).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(str(path_or_hub_id), path.name)  # mlx-lm has brought it with the rest
-        if not isinstance(found, str):
+        cached = try_to_load_from_cache(str(path_or_hub_id), path.name)  # mlx-lm has brought it with the rest
+        if not isinstance(cached, str):
             return {}
-        path = Path(found)
+        path = Path(cached)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -118,7 +118,7 @@ class ProbeCache:
         self.has_values = True  # whether the values that it was given are more than the keys again, or nothing
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.given: tuple[mx.array, mx.array] | None = None  # the last keys and values that were to be stored
+        self.stored: tuple[mx.array, mx.array] | None = None  # the last keys and values that were to be stored
 
     @property
     def offset(self) -> int | mx.array:
@@ -133,7 +133,7 @@ class ProbeCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self._position += keys.shape[2]
-        self.given = keys, values
+        self.stored = keys, values
         self.written, self.has_values = True, values is not keys and values.shape[3] > 0
         self.keys, self.values = (
             mx.zeros((*x.shape[:2], self._position + self._extra, x.shape[3]), x.dtype) for x in (keys, values)
@@ -190,8 +190,8 @@ def probe_caches(
         if type(cache) not in ATTENTION:
             return cache
         # In chunks, the model makes the mask itself, of the slots from the front on: there are no others.
-        given = how | {"extra": 0} if type(cache) is stock.ChunkedKVCache else how
-        return ProbeCache(position, packed=None if index in plain else packed, **given)
+        options = how | {"extra": 0} if type(cache) is stock.ChunkedKVCache else how
+        return ProbeCache(position, packed=None if index in plain else packed, **options)
 
     return mapped(stock.make_prompt_cache(model), replaced)
 
@@ -267,8 +267,8 @@ class CacheUsage:
 @cached_per_model
 def cache_usage(model: nn.Module) -> CacheUsage:
     """How the model uses its caches when it reads its first two tokens."""
-    own = list(leaves(stock.make_prompt_cache(model)))
-    if not any(type(cache) in ATTENTION for cache in own):
+    stock_caches = list(leaves(stock.make_prompt_cache(model)))
+    if not any(type(cache) in ATTENTION for cache in stock_caches):
         return CacheUsage()
     caches, tokens = probe_caches(model, 0), mx.zeros((1, 2), mx.int32)
     try:
@@ -282,15 +282,15 @@ def cache_usage(model: nn.Module) -> CacheUsage:
     windows: dict[int, int] = {}
     seen = [(index, cache) for index, cache in enumerate(leaves(caches)) if isinstance(cache, ProbeCache)]
     for index, cache in seen:
-        if type(own[index]) is stock.RotatingKVCache:
-            made_for = own[index].max_size
-            windows[made_for] = max(windows.get(made_for, 0), *(window or 0 for window in cache.windows), 0)
+        if type(stock_caches[index]) is stock.RotatingKVCache:
+            size = stock_caches[index].max_size
+            windows[size] = max(windows.get(size, 0), *(window or 0 for window in cache.windows), 0)
     return CacheUsage(
         None,
-        tuple((made_for, widest) for made_for, widest in windows.items() if widest > made_for),
+        tuple((size, widest) for size, widest in windows.items() if widest > size),
         frozenset(index for index, cache in seen if cache.written and not cache.has_values),
         any(cache.windows and not cache.written for _, cache in seen),
-        tuple((i, tuple((x.shape, x.dtype) for x in c.given)) for i, c in seen if c.given is not None),
+        tuple((i, tuple((x.shape, x.dtype) for x in c.stored)) for i, c in seen if c.stored is not None),
     )
 
 
@@ -353,18 +353,18 @@ def counts_slots(model: nn.Module) -> bool:
 
 def _numbers(model: nn.Module, extra: int) -> Counter[str]:
     """The numbers in the graph of two tokens: single constants, and what ranges begin, end and step with."""
-    found: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
 
     def look(part: dict[str, Any]) -> None:
         if part["type"] == "constants":
-            found.update(repr(array.item()) for _, array in part["constants"] if array.size == 1)
+            numbers.update(repr(array.item()) for _, array in part["constants"] if array.size == 1)
         elif part.get("name") == "Arange":
-            found[repr(part["arguments"])] += 1
+            numbers[repr(part["arguments"])] += 1
 
     caches = probe_caches(model, FAR, extra=extra)
     with mx.stream(mx.cpu):  # custom kernels, which an export does not show, are for GPUs only
         mx.export_function(look, lambda tokens: model(tokens, cache=caches), mx.zeros((1, 2), mx.int32))
-    return found
+    return numbers
 
 
 def _reads_shapes(model: nn.Module) -> bool:
@@ -411,9 +411,9 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
     known = (getattr(getattr(model, "args", None), name, None) for name in LENGTHS)
     length = min([each for each in known if type(each) is int and each > 1], default=max(POSITIONS) + 1)
     positions = (0, *sorted({max(1, min(at, length - 1)) for at in POSITIONS}))
-    stored = [_stored(model, position) for position in positions]
+    stored = [_stored_at(model, position) for position in positions]
     candidates = _Candidates(model)
-    found = []
+    by_cache = []
     for index in which:
         if any(index not in each for each in stored):
             raise ValueError(
@@ -424,21 +424,21 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
         for part, name in enumerate(("keys", "values")):
             tensors = [each[index][part] for each in stored]
             what = f"the {name} in layer {index} of {architecture(model)}"
-            ropes.append(_found(tensors, positions, candidates, index, what))
-        found.append((ropes[0], ropes[1]))
-    return tuple(found)
+            ropes.append(_find_rotation(tensors, positions, candidates, index, what))
+        by_cache.append((ropes[0], ropes[1]))
+    return tuple(by_cache)
 
 
-def _stored(model: nn.Module, position: int) -> dict[int, tuple[mx.array, mx.array]]:
+def _stored_at(model: nn.Module, position: int) -> dict[int, tuple[mx.array, mx.array]]:
     """What one token at a position has cached: (1, H, 1, D) keys and values by cache."""
     caches = probe_caches(model, position)
     try:
         answer = model(mx.zeros((1, 1), mx.int32), cache=caches)
-        own = {i: c.given for i, c in enumerate(leaves(caches)) if isinstance(c, ProbeCache) and c.given is not None}
-        mx.eval(answer, list(own.values()))
+        stored = {i: c.stored for i, c in enumerate(leaves(caches)) if isinstance(c, ProbeCache) and c.stored}
+        mx.eval(answer, list(stored.values()))
     except Exception:  # a model that needs mlx-lm's own caches
         return {}
-    return {i: given for i, given in own.items() if given[0].ndim == given[1].ndim == 4}
+    return {i: pair for i, pair in stored.items() if pair[0].ndim == pair[1].ndim == 4}
 
 
 class _Candidates:
@@ -461,8 +461,8 @@ class _Candidates:
 
     def rotations(self, index: int, dim: int) -> Iterator[Rotation]:
         """Rotations of D channels, as they are and moved to the last channels (keys of which a part is rotated)."""
-        own = self._of_layer[index] if index < len(self._of_layer) else []
-        for rope in [*own, *self._all]:
+        of_layer = self._of_layer[index] if index < len(self._of_layer) else []
+        for rope in [*of_layer, *self._all]:
             key = id(rope), dim
             if key not in self._measured:
                 widths = (dim, *range(dim - dim % WIDTH_STEP, 0, -WIDTH_STEP))  # some take only what they rotate
@@ -527,7 +527,7 @@ def _matrix(rope: Function, dim: int, position: int) -> np.ndarray:
     return np.array(rotated[0, :, 0].astype(mx.float32), dtype=np.float64)
 
 
-def _found(
+def _find_rotation(
     tensors: Sequence[mx.array], positions: Sequence[int], candidates: _Candidates, index: int, what: str
 ) -> Rotation | None:
     """The rotation that makes what was cached the same at every position.

@@ -65,7 +65,7 @@ class RecurrentState(stock.ArraysCache):
     """
 
     cache: list[mx.array | None]  # type: ignore[assignment]
-    sends_on = False  # whether a pass writes the first array twice: the second waits for the next rank
+    sends_to_next = False  # whether a pass writes the first array twice: the second waits for the next rank
 
     def __init__(self, size: int, max_rollback: int, max_checkpoints: int | None = None) -> None:
         super().__init__(size)
@@ -85,27 +85,27 @@ class RecurrentState(stock.ArraysCache):
         self._read = [0] * rows  # by row, tokens since counting began
         self._checkpoints: list[tuple[Checkpoint, ...]] = [()] * rows  # by row, the newest last
         self._clock: Clock | None = None  # of one row, as long as it has its layer's place in a list
-        self._forget_pass()
+        self._reset_pass()
 
-    def _forget_pass(self) -> None:
+    def _reset_pass(self) -> None:
         """The next array begins a pass, unless one is announced before."""
         self._written: set[int] = set()  # the arrays of this pass that were written
         self._announced = self._sent = False
         self._before: Arrays | None = None  # the state before a pass of unknown length
-        self._left: list[int] | None = None  # by row, tokens to come before padding does
+        self._unread: list[int] | None = None  # by row, tokens to come before padding does
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Announces how many tokens of each row the next pass reads, without padding."""
-        self._fit(len(lengths))
+        self._resize(len(lengths))
         self._close_pass()
-        self._note(tuple(self.cache), lengths)
+        self._add_checkpoints(tuple(self.cache), lengths)
         self._written, self._announced, self._sent = set(), True, False
 
     def __setitem__(self, index: int, value: mx.array) -> None:
-        self._fit(value.shape[0])
-        if self.sends_on and index == 0 and 0 in self._written and not self._sent:
+        self._resize(value.shape[0])
+        if self.sends_to_next and index == 0 and 0 in self._written and not self._sent:
             self._sent, self.cache[0] = True, value
             return
         if index in self._written or not (self._written or self._announced):  # each array is written once in a pass
@@ -121,13 +121,14 @@ class RecurrentState(stock.ArraysCache):
         """The layer has read N tokens, including padding."""
         if self._before is not None and self.left_padding is None:
             before, self._before = self._before, None
-            self._note(before, [N] * self.batch_size if self._left is None else [min(n, N) for n in self._left])
-        if self._left is not None:
-            self._left = [max(0, n - N) for n in self._left]
+            lengths = [N] * self.batch_size if self._unread is None else [min(n, N) for n in self._unread]
+            self._add_checkpoints(before, lengths)
+        if self._unread is not None:
+            self._unread = [max(0, n - N) for n in self._unread]
         super().advance(N)  # type: ignore[no-untyped-call]
 
-    def _fit(self, rows: int) -> None:
-        """Begins anew with another number of rows."""
+    def _resize(self, rows: int) -> None:
+        """Begins to count anew with another number of rows."""
         if rows != len(self._read):
             self._begin(rows)
 
@@ -147,9 +148,9 @@ class RecurrentState(stock.ArraysCache):
             length = self._clock.tokens - self._read[0]
             if length > 0:  # else it is no longer the clock of this sequence
                 before, self._before = self._before, None
-                self._note(before, [length])
+                self._add_checkpoints(before, [length])
 
-    def _note(self, before: Arrays, lengths: Sequence[int]) -> None:
+    def _add_checkpoints(self, before: Arrays, lengths: Sequence[int]) -> None:
         """Adds checkpoints of the state before a pass of so many tokens of each row."""
         for row, length in enumerate(lengths):
             if length:
@@ -250,7 +251,7 @@ class RecurrentState(stock.ArraysCache):
         limits = (0, None) if first is None else (first.max_rollback, first.max_checkpoints)
         parts = [cache if isinstance(cache, cls) else cls.of(cache, *limits) for cache in caches]
         new = cls(len(parts[0].cache), *limits)
-        new.sends_on = any(part.sends_on for part in parts)
+        new.sends_to_next = any(part.sends_to_next for part in parts)
         new._join(parts)
         return new
 
@@ -269,7 +270,7 @@ class RecurrentState(stock.ArraysCache):
         self._read = [read for part in parts for read in part._read]
         self._checkpoints = [each for part in parts for each in part._checkpoints]
         self._clock = None
-        self._forget_pass()
+        self._reset_pass()
         self.cache, self.left_padding = list(_rows_of(rows)), mx.concatenate(padding) if padded else None
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -280,13 +281,13 @@ class RecurrentState(stock.ArraysCache):
         self._clock = None
         self._read = [self._read[row] for row in rows]
         self._checkpoints = [self._checkpoints[row] for row in rows]
-        self._left = None if self._left is None else [self._left[row] for row in rows]
+        self._unread = None if self._unread is None else [self._unread[row] for row in rows]
 
     def extract(self, idx: int) -> RecurrentState:
         """One row with its checkpoints, which reference the arrays of the batch until `forget`."""
         new = type(self)(len(self.cache), self.max_rollback, self.max_checkpoints)
         new.cache = [None if array is None else array[idx : idx + 1] for array in self.cache]
-        new._read, new.sends_on = [self._read[idx]], self.sends_on
+        new._read, new.sends_to_next = [self._read[idx]], self.sends_to_next
         if self._before is None:
             new._checkpoints = [self._checkpoints[idx]]
         return new
@@ -294,11 +295,11 @@ class RecurrentState(stock.ArraysCache):
     def prepare(self, lengths: Sequence[int] | None = None, **_padding: Any) -> None:
         """Announces padding in the next tokens, as mlx-lm's does."""
         super().prepare(lengths)  # type: ignore[no-untyped-call]
-        self._left = list(whole_numbers(lengths, len(self._read)))
+        self._unread = list(whole_numbers(lengths, len(self._read)))
 
     def finalize(self) -> None:
         super().finalize()  # type: ignore[no-untyped-call]
-        self._left = None
+        self._unread = None
 
     # --- the rest of mlx-lm's interface ---------------------------------------------------------------------------
 
@@ -333,10 +334,10 @@ def _rows_of(sources: Sequence[Checkpoint]) -> Arrays:
         rows = next((array.shape[0] for array in first if array is not None), len(sources))
         if rows == len(sources):
             return first
-    return tuple([_joined([(source.arrays[index], source.row) for source in sources]) for index in range(len(first))])
+    return tuple([_concat([(source.arrays[index], source.row) for source in sources]) for index in range(len(first))])
 
 
-def _joined(parts: Sequence[tuple[mx.array | None, int]]) -> mx.array | None:
+def _concat(parts: Sequence[tuple[mx.array | None, int]]) -> mx.array | None:
     like = next((array for array, _ in parts if array is not None), None)
     if like is None:
         return None
@@ -378,13 +379,13 @@ def count_by_attention(caches: Sequence[Any]) -> None:
 
 
 def mark_last(model: nn.Module, caches: Sequence[Any]) -> None:
-    """Marks the last cache of a rank that sends its result to the next rank: see `sends_on`."""
+    """Marks the last cache of a rank that sends its result to the next rank: see `sends_to_next`."""
     modules: Any = model.modules() if caches and isinstance(caches[-1], RecurrentState) else []  # type: ignore[no-untyped-call]
     if any(getattr(module, "pipeline_rank", 0) for module in modules):
-        caches[-1].sends_on = True
+        caches[-1].sends_to_next = True
 
 
-def unread(caches: Iterable[Any]) -> bool:
+def lacks_state(caches: Iterable[Any]) -> bool:
     """Whether any recurrent layer has no state yet."""
     layers = [cache for cache in leaves(caches) if isinstance(cache, stock.ArraysCache)]
     return any(array is None for layer in layers for array in layer.cache)

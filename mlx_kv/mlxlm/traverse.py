@@ -79,7 +79,7 @@ def in_use(caches: Iterable[Any]) -> list[Any]:
     Some models have caches for layers without attention, which are never written to or trimmed.
     """
     everything = list(leaves(caches))
-    unwritten = [bool(parts_of(cache)) and all(own.keys is None for own in parts_of(cache)) for cache in everything]
+    unwritten = [bool(parts_of(cache)) and all(part.keys is None for part in parts_of(cache)) for cache in everything]
     written = [cache for cache, spared in zip(everything, unwritten, strict=True) if not spared]
     return written if any(parts_of(cache) for cache in written) else everything
 
@@ -124,7 +124,7 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int], *, strict: 
     used, n = in_use(cache_list("caches", caches)), n.tolist() if isinstance(n, mx.array) else n
     check_type("n", n, int | Sequence, "give a number of tokens, or one for each row")
     if not strict and isinstance(n, int):
-        n = min([n, *(held for cache in used if (held := _held(cache)) is not None)])
+        n = min([n, *(tokens for cache in used if (tokens := _tokens_in(cache)) is not None)])
     if isinstance(n, int) and n == 0:
         return n  # recurrent state, too, can be left as it is
     for cache in used:
@@ -138,13 +138,13 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int], *, strict: 
     return n
 
 
-def _held(cache: Any) -> int | None:
+def _tokens_in(cache: Any) -> int | None:
     """The positions that every row of a cache has, evicted ones included; None where it has no offset."""
     offset = getattr(cache, "offset", None)
     if offset is None:
         return None
-    least: Any = mx.min(mx.array(offset)).item()
-    return max(0, int(least))
+    shortest: Any = mx.min(mx.array(offset)).item()
+    return max(0, int(shortest))
 
 
 def trim_all(caches: Sequence[Any], n: int) -> bool:
@@ -180,5 +180,5 @@ def compact(caches: Iterable[Any]) -> None:
     for cache in leaves(everything):
         if isinstance(cache, SegmentedCache):
             cache.before_write(compacting=True)
-    for own in attention_caches(everything):
-        own.compact()
+    for part in attention_caches(everything):
+        part.compact()

@@ -286,13 +286,13 @@ def not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_the_pass_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, last = RecurrentState._note, {}
+    right, last = RecurrentState._add_checkpoints, {}
 
     def note(self: RecurrentState, before: Any, lengths: Any) -> None:
         right(self, last.get(id(self), before), lengths)
         last[id(self)] = before
 
-    monkeypatch.setattr(RecurrentState, "_note", note)
+    monkeypatch.setattr(RecurrentState, "_add_checkpoints", note)
 
 
 def looked_at_one_place_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_caches_of_mlx_lm_can_ask_too() -> None:
 def test_calls_that_name_no_cache_go_to_who_takes_all_others() -> None:
     model, others, observer = shared_family("afm7"), Observer(), Observer()
     caches = make_prompt_cache(model)
-    with AttentionPatch(model, otherwise=others), attention_hooked(model, caches[:1], observer):
+    with AttentionPatch(model, default_hook=others), attention_hooked(model, caches[:1], observer):
         answer(model, caches, [5])
     assert [call.cache for call in observer.calls] == caches[:1]
     assert [call.cache for call in others.calls] == [caches[1], None, None]
@@ -235,55 +235,55 @@ def test_attention_of_wrapped_models_is_evaluated() -> None:
 
 def test_who_answers_gets_calls_that_nobody_saw_and_those_that_are_handed_on(model: nn.Module) -> None:
     wanted, caches = answer(model, make_prompt_cache(model)), make_prompt_cache(model)
-    answering, seeing = Observer(), Observer()
+    backend, seeing = Observer(), Observer()
     caches[1].attention_hook = seeing
-    with AttentionPatch(model, answering=answering):
+    with AttentionPatch(model, backend=backend):
         got = answer(model, caches)
     assert mx.array_equal(got, wanted).item()
-    assert [call.cache for call in answering.calls] == list(caches) * len(CHUNKS)
+    assert [call.cache for call in backend.calls] == list(caches) * len(CHUNKS)
     assert [call.cache for call in seeing.calls] == [caches[1]] * len(CHUNKS)
-    assert [call.mask for call in answering.calls[1 :: len(caches)]] == ["causal", None, None]
+    assert [call.mask for call in backend.calls[1 :: len(caches)]] == ["causal", None, None]
 
 
 def test_who_answers_does_so_in_mlx_lms_place_but_not_in_that_of_a_hook(model: nn.Module) -> None:
     wanted, observer = answer(model, make_prompt_cache(model)), Observer()
-    with AttentionPatch(model, answering=Deaf()):
+    with AttentionPatch(model, backend=Deaf()):
         assert not mx.allclose(answer(model, make_prompt_cache(model)), wanted).item()
     caches = make_prompt_cache(model)
-    with AttentionPatch(model, answering=observer), attention_hooked(model, caches[2:3], Deaf()):
+    with AttentionPatch(model, backend=observer), attention_hooked(model, caches[2:3], Deaf()):
         answer(model, caches)
     assert {id(call.cache) for call in observer.calls} == {id(cache) for cache in caches if cache is not caches[2]}
 
 
 def test_a_budget_that_looks_at_attention_hands_it_on_to_who_answers(model: nn.Module) -> None:
-    policy, answering = CachePolicy(budget=12, keep_recent=4, sinks=2, score="snap_kv"), Observer()
+    policy, backend = CachePolicy(budget=12, keep_recent=4, sinks=2, score="snap_kv"), Observer()
     wanted, caches = answer(model, make_prompt_cache(model, policy)), make_prompt_cache(model, policy)
-    with AttentionPatch(model, answering=answering):
+    with AttentionPatch(model, backend=backend):
         got = answer(model, caches)
     assert mx.array_equal(got, wanted).item()
-    assert [call.cache for call in answering.calls] == list(caches) * len(CHUNKS)
+    assert [call.cache for call in backend.calls] == list(caches) * len(CHUNKS)
 
 
 def test_who_takes_calls_without_a_cache_hands_them_on_to_who_answers() -> None:
-    model, others, answering = shared_family("afm7"), Observer(), Observer()
+    model, others, backend = shared_family("afm7"), Observer(), Observer()
     caches = make_prompt_cache(model)
-    with AttentionPatch(model, otherwise=others, answering=answering):
+    with AttentionPatch(model, default_hook=others, backend=backend):
         answer(model, caches, [5])
-    assert [call.cache for call in answering.calls] == [call.cache for call in others.calls] == [*caches, None, None]
+    assert [call.cache for call in backend.calls] == [call.cache for call in others.calls] == [*caches, None, None]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_the_last_seam_that_is_open_answers(model: nn.Module, order: tuple[int, ...]) -> None:
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, wanted, hooks = qwen3.scaled_dot_product_attention, answer(model, make_prompt_cache(model)), (Observer(), None)
-    answering = [*hooks, Observer()]  # the one in the middle only looks
-    seams = [AttentionPatch(model, answering=hook) for hook in answering]
+    backend = [*hooks, Observer()]  # the one in the middle only looks
+    seams = [AttentionPatch(model, backend=hook) for hook in backend]
     still = [0, 1, 2]
     for closed in (*order, None):
-        before = [0 if hook is None else len(hook.calls) for hook in answering]
+        before = [0 if hook is None else len(hook.calls) for hook in backend]
         assert mx.array_equal(answer(model, make_prompt_cache(model)), wanted).item()
-        now = [0 if hook is None else len(hook.calls) for hook in answering]
-        last = max((i for i in still if answering[i] is not None), default=None)
+        now = [0 if hook is None else len(hook.calls) for hook in backend]
+        last = max((i for i in still if backend[i] is not None), default=None)
         assert [i for i in range(3) if now[i] > before[i]] == ([] if last is None else [last])
         if closed is not None:
             seams[closed].close()

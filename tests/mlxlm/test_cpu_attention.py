@@ -88,14 +88,14 @@ def test_a_model_says_what_it_says_without(family: str) -> None:
     model, counted = make_model(family), Counted()
     for make in (stock.make_prompt_cache, make_prompt_cache):
         wanted = read(model, make(model), tokens(), CHUNKS)
-        with AttentionPatch(model, answering=counted):
+        with AttentionPatch(model, backend=counted):
             assert distance(read(model, make(model), tokens(), CHUNKS), wanted) < 1e-5
     layers = len(make_prompt_cache(model))
     assert counted.answered == 2 * layers * SEVERAL
     assert counted.handed_on == 2 * layers * (len(CHUNKS) - SEVERAL)
     counted.handed_on = 0
     wanted = rows_read(model)
-    with AttentionPatch(model, answering=counted):
+    with AttentionPatch(model, backend=counted):
         got = rows_read(model)
     assert all(distance(*each) < 1e-5 for each in zip(got, wanted, strict=True))
     assert counted.handed_on == 2 * layers  # its two steps
@@ -116,7 +116,7 @@ def test_planes_that_mlx_lm_could_read_are_read_here(bits: int) -> None:
     """Of one layer: in several, a last bit of one would turn the rounding of a key in the next."""
     model, counted, policy = make_model("qwen3", num_hidden_layers=1), Counted(), CachePolicy(bits=bits, group_size=32)
     wanted = read(model, make_prompt_cache(model, policy), tokens(), CHUNKS)
-    with AttentionPatch(model, answering=counted):
+    with AttentionPatch(model, backend=counted):
         got = read(model, make_prompt_cache(model, policy), tokens(), CHUNKS)
     assert distance(got, wanted) < 1e-5
     assert counted.answered == (len(CHUNKS) if bits == 8 else SEVERAL)
@@ -131,7 +131,7 @@ def test_small_calls_and_16_bits_are_handed_on(monkeypatch: pytest.MonkeyPatch) 
             if policy.bits is not None and dtype == mx.float32:
                 continue
             wanted = read(model, make_prompt_cache(model, policy), tokens(), CHUNKS)
-            with AttentionPatch(model, answering=counted):
+            with AttentionPatch(model, backend=counted):
                 assert mx.array_equal(read(model, make_prompt_cache(model, policy), tokens(), CHUNKS), wanted).item()
         assert counted.answered == 0
         assert counted.handed_on > 0

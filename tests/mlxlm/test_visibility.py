@@ -86,7 +86,7 @@ def test_nothing_changes_bit_for_bit(name: str) -> None:
     wanted = answer()
     with AttentionPatch(model):
         assert mx.array_equal(answer(), wanted).item()
-    with AttentionPatch(model, otherwise=everybody):
+    with AttentionPatch(model, default_hook=everybody):
         assert mx.array_equal(answer(), wanted).item()
     seen = [sight for sight in attention_seen(model) if sight in ("seen", "derived")]
     assert everybody.calls >= 3 * len(seen)
