@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -77,6 +77,14 @@ class ArrayBlock:
 Piece = tuple[ArrayBlock, int]  # the first slots of a block
 
 
+def first_slots(pieces: Sequence[Piece], slots: int) -> list[Piece]:
+    """Pieces up to a number of slots, the last one cut."""
+    ends = accumulate((count for _, count in pieces), initial=0)
+    return [
+        (block, min(count, slots - first)) for (block, count), first in zip(pieces, ends, strict=False) if first < slots
+    ]
+
+
 @dataclass(frozen=True)
 class Strip:
     """All slots of the layers of one layout.
@@ -91,17 +99,12 @@ class Strip:
 
     def planes(self, slots: int, capacity: int) -> list[mx.array]:
         """The first slots of every plane, as new arrays (B, H, capacity, width); not evaluated."""
-        wanted, left = [], slots
-        for block, count in self.pieces:
-            if left > 0:
-                wanted.append((block, min(count, left)))
-            left -= count
-        found = []
+        pieces, planes = first_slots(self.pieces, slots), []
         for index, like in enumerate(self.pieces[0][0].planes):
-            parts = [block.planes[index][:, :, :count] for block, count in wanted]
+            parts = [block.planes[index][:, :, :count] for block, count in pieces]
             empty = mx.zeros((*like.shape[:2], capacity - slots, like.shape[3]), like.dtype)
-            found.append(mx.concatenate([*parts, empty], axis=2))
-        return found
+            planes.append(mx.concatenate([*parts, empty], axis=2))
+        return planes
 
 
 class BlockCaches:
@@ -142,27 +145,18 @@ class BlockCaches:
         for (used, *_), numbers in strips.items():
             planes = [p for number in numbers for buffer in ours[number].view.buffers or () for p in buffer.planes]
             # Where slots are positions, slots after the shared tokens differ.
-            most = shared if used == tokens else used
-            cuts.append(StripCut(tuple(numbers), planes, used, [] if like is None else like._pieces(numbers, most)))
+            equal = shared if used == tokens else used
+            strip = None if like is None else next((s for s in like._strips if s.layers == tuple(numbers)), None)
+            pieces = [] if strip is None else first_slots(strip.pieces, equal)
+            cuts.append(StripCut(tuple(numbers), planes, used, pieces))
         mx.eval([cut.equal for cut in cuts])
-        made = [cut.strip() for cut in cuts]
-        mx.eval([block.planes for strip in made for block, _ in strip.pieces])
+        new = [cut.strip() for cut in cuts]
+        mx.eval([block.planes for strip in new for block, _ in strip.pieces])
         for cache in ours:
             if cache.view.buffers is not None:
                 keys, values = cache.view.buffers
                 cache.replace_planes(_empty(keys.planes), _empty(values.planes))
-        return cls(shells, made)
-
-    def _pieces(self, layers: Sequence[int], most: int) -> list[Piece]:
-        """The pieces of the first slots of these layers."""
-        found: list[Piece] = []
-        for strip in self._strips:
-            if strip.layers == tuple(layers):
-                for block, count in strip.pieces:
-                    if most > 0:
-                        found.append((block, min(count, most)))
-                    most -= count
-        return found
+        return cls(shells, new)
 
     def restore(self, excess: int, tokens: int) -> list[Any]:
         """New caches without the last `excess` tokens; computed on first use.
@@ -211,20 +205,19 @@ class StripCut:
         self._dtypes, self._words = [plane.dtype for plane in planes], [as_words(plane) for plane in planes]
         self._pieces: list[tuple[int, ArrayBlock, int]] = []  # first slot, block, number of slots
         first = 0
-        for block, count in pieces if pieces and self._fits(pieces[0][0]) else []:
-            if first < used:
-                self._pieces.append((first, block, min(count, used - first)))
+        for block, count in first_slots(pieces, used) if pieces and self._fits(pieces[0][0]) else []:
+            self._pieces.append((first, block, count))
             first += count
         self.equal = mx.array([], mx.bool_)
         if self._pieces:
             self.equal = mx.stack([mx.all(self._alike(*piece)) for piece in self._pieces])
 
     def _fits(self, block: ArrayBlock) -> bool:
-        def kind(plane: mx.array) -> tuple[Any, ...]:
-            return (*plane.shape[:2], plane.shape[3], plane.dtype)
+        def kinds(words: Iterable[mx.array], dtypes: Iterable[mx.Dtype]) -> list[tuple[Any, ...]]:
+            return [(*plane.shape[:2], plane.shape[3], dtype) for plane, dtype in zip(words, dtypes, strict=True)]
 
-        words = [(*kind(words)[:3], dtype) for words, dtype in zip(self._words, self._dtypes, strict=True)]
-        return words == [(*kind(as_words(plane))[:3], plane.dtype) for plane in block.planes]
+        others = kinds(map(as_words, block.planes), [plane.dtype for plane in block.planes])
+        return kinds(self._words, self._dtypes) == others
 
     def _alike(self, first: int, block: ArrayBlock, count: int, each: bool = False) -> mx.array:
         """Whether a piece has the same bytes, for each plane; or also for each slot, (planes, count)."""
@@ -241,11 +234,11 @@ class StripCut:
             if not equal:  # rare, so slots are seldom compared one by one
                 count = int(np.argmin(np.array(mx.all(self._alike(first, block, count, each=True), axis=0))))
             if count >= LEAST_SLOTS:
-                pieces += [*self._own(end, first), (block, count)]
+                pieces += [*self._new_pieces(end, first), (block, count)]
                 end = first + count
-        return Strip(self._layers, (*pieces, *self._own(end, self._used)))
+        return Strip(self._layers, (*pieces, *self._new_pieces(end, self._used)))
 
-    def _own(self, first: int, last: int) -> list[Piece]:
+    def _new_pieces(self, first: int, last: int) -> list[Piece]:
         """New blocks, which end at multiples of a number of slots."""
         size = BLOCK_SLOTS[mx.default_device().type]
         ends = [first, *range(round_up(first + 1, size), last, size), last]
@@ -276,8 +269,8 @@ def _empty(planes: Sequence[mx.array]) -> list[mx.array]:
 def _capacity(cache: KVCache, used: int, tokens: int) -> int:
     """Slots for those in use, one more, and the tokens that are announced, within the limits of the layout."""
     view = cache.view
-    wanted = max(tokens, view.reserved, *view.announced)
-    return round_up(max(min(used + 1, view.layout.most_slots), min(wanted, view.layout.enough_slots), 1))
+    expected = max(tokens, view.reserved, *view.announced)
+    return round_up(max(min(used + 1, view.layout.most_slots), min(expected, view.layout.enough_slots), 1))
 
 
 # --- the memory -------------------------------------------------------------------------------------------------------
@@ -336,10 +329,10 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         best = self._table.best(packed(tokens), self._bound())
         if best is None:
             return None
-        name, found = best
+        name, count = best
         entry = self._table[name]
         self._table.touch(name, time.monotonic())
-        return entry.caches.restore(len(entry) - found, len(tokens)), found
+        return entry.caches.restore(len(entry) - count, len(tokens)), count
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Keeps a copy of the caches that have read exactly these tokens, unless an entry serves as well.
@@ -358,9 +351,9 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             self._table.touch(covering, now)
             return False
         like, shared = self._table.nearest(plain.tokens, plain.fingerprint) or (None, 0)
-        kept = BlockCaches.of(caches, len(plain), None if like is None else like.caches, shared)
+        copies = BlockCaches.of(caches, len(plain), None if like is None else like.caches, shared)
         name, self._number = str(self._number), self._number + 1
-        entry = MemoryEntry(plain.tokens, plain.bytes, plain.least, plain.fingerprint, caches=kept)
+        entry = MemoryEntry(plain.tokens, plain.bytes, plain.least, plain.fingerprint, caches=copies)
         self._table.add(name, entry)  # from here on, nothing can fail
         self._table.touch(name, now)
         self._make_room(name, entry)

@@ -70,26 +70,26 @@ class PromptReader:
         else:
             caches, vocabulary = cache_list("caches", caches), MOST_TOKENS + 1
         self.model, self.tokens, self.store = model, token_ids(tokens, vocabulary, "tokens"), store
-        found = None
+        prefix = None
         if store is not None:
             if not hasattr(store, "bind"):
                 raise TypeError(f"store is {shown(store)}: give a PromptMemory, a PromptStore, or None")
             store.bind(lambda: _fingerprint(model, caches))
-            found = store.find(self.tokens)
-        if found is not None and (stored := cache_format(found[0])) != (expected := cache_format(caches)):
+            prefix = store.find(self.tokens)
+        if prefix is not None and (stored := cache_format(prefix[0])) != (expected := cache_format(caches)):
             pairs = zip_longest(stored.split("; "), expected.split("; "), fillvalue="no such layer")
             difference = next(f"{one}, not {other}" for one, other in pairs if one != other)
             raise ValueError(
                 f"the store has this prompt in caches of another policy ({difference}): "
                 "give it a fingerprint that includes the policy, or none"
             )
-        if found is not None and _scores(found[0]) != _scores(caches):  # all lambdas have the same name
+        if prefix is not None and _scores(prefix[0]) != _scores(caches):  # all lambdas have the same name
             raise ValueError(
                 "the store has this prompt in caches of another score of the same name: "
                 "give each a name of its own (mlx_kv.register_score), or a store of its own"
             )
-        self.caches, self.reused = (caches, 0) if found is None else found
-        if found is not None and isinstance(model, nn.Module):
+        self.caches, self.reused = (caches, 0) if prefix is None else prefix
+        if prefix is not None and isinstance(model, nn.Module):
             attach_attention_hooks(model, self.caches)
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
@@ -167,21 +167,21 @@ def cache_format(caches: Sequence[Any]) -> str:
     return "; ".join(_format(cache) if is_ours(cache) else kind_of(cache).__name__ for cache in leaves(caches))
 
 
-def draft_mark(own: Sequence[Any], plain: Sequence[Any]) -> list[str]:
+def draft_mark(caches: Sequence[Any], plain: Sequence[Any]) -> list[str]:
     """What distinguishes caches with room for drafted tokens from plain ones, if anything: rings are larger."""
-    how = cache_format(own)
-    return [] if how == cache_format(plain) else [hashlib.blake2b(how.encode(), digest_size=8).hexdigest()]
+    words = cache_format(caches)
+    return [] if words == cache_format(plain) else [hashlib.blake2b(words.encode(), digest_size=8).hexdigest()]
 
 
 def _format(cache: KVCache) -> str:
-    keeps, view = [" ".join(map(str, planned(cache.layout).parameters))], cache.view
+    words, view = [" ".join(map(str, planned(cache.layout).parameters))], cache.view
     if not are_plain(view.codecs):
-        keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
+        words.append(f"{in_words(view.codecs)} from {view.quantized_start}")
         if view.residual_length:
-            keeps.append(f"but the newest {view.residual_length}")
+            words.append(f"but the newest {view.residual_length}")
     if cache.evictor is not None:
-        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.scope}")
+        words.append(f"by {cache.evictor.score.name} for each {cache.evictor.scope}")
         layers = cache.evictor.layer_allocation
         if not isinstance(layers, str):
-            keeps.append(f"by table {hashlib.blake2b(repr(layers).encode(), digest_size=8).hexdigest()}")
-    return ", ".join(keeps)
+            words.append(f"by table {hashlib.blake2b(repr(layers).encode(), digest_size=8).hexdigest()}")
+    return ", ".join(words)

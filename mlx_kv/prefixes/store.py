@@ -213,12 +213,12 @@ class PromptStore(PrefixCache[IndexedEntry]):
                 marker = json.loads((self._folder / MARKER).read_bytes())
             except (ValueError, RecursionError):
                 return  # a damaged marker is still one
-            found = marker.get("format", FORMAT) if isinstance(marker, dict) else FORMAT
-            if found == "parts":
+            layout = marker.get("format", FORMAT) if isinstance(marker, dict) else FORMAT
+            if layout == "parts":
                 why = f"it was made by {marker.get('parts')}, of which each has a part"
                 raise self._refusal(self._folder, why, "give another folder, on one machine")
-            if found != FORMAT:
-                why = f"it is a prompt store of format {found!r}, and this mlx-kv has format {FORMAT}"
+            if layout != FORMAT:
+                why = f"it is a prompt store of format {layout!r}, and this mlx-kv has format {FORMAT}"
                 raise self._refusal(self._folder, why)
             return
         # A store of mlx-kv 0.1.0 had no marker. It may have a folder of damaged files.
@@ -276,7 +276,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
         self._unread = False
         for name in sorted(entries - known - self._ignored - self._others.keys()):
             try:
-                found = decode_index((self._folder / f"{name}.json").read_bytes())
+                entry = decode_index((self._folder / f"{name}.json").read_bytes())
             except FileNotFoundError:
                 continue  # another process has just removed it
             except OSError:
@@ -284,10 +284,10 @@ class PromptStore(PrefixCache[IndexedEntry]):
             except ValueError:
                 self._ignored.add(name)
             else:
-                if isinstance(found, IndexedEntry):
-                    self._table.add(name, found)
+                if isinstance(entry, IndexedEntry):
+                    self._table.add(name, entry)
                 else:
-                    self._others[name] = found
+                    self._others[name] = entry
         return files, digests
 
     def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
@@ -405,7 +405,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
         """
         nearest = self._table.nearest(new.entry.tokens, new.entry.fingerprint)
 
-        def wanted_ends(column: int, slots: int) -> list[int]:
+        def ends_to_share(column: int, slots: int) -> list[int]:
             if nearest is None or slots != len(new.entry):  # if slots are not positions, all are cut alike
                 return []
             other, shared = nearest
@@ -413,7 +413,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
             ends = [end for end in accumulate(slots for blocks in columns for _, slots, _ in blocks) if end <= shared]
             return ends if shared == len(other) else [*ends, shared]
 
-        cut, entry = serialization.cut_into_blocks(new.caches, wanted_ends), new.entry
+        cut, entry = serialization.cut_into_blocks(new.caches, ends_to_share), new.entry
         columns = tuple(tuple((block.name, block.slots, block.nbytes) for block in column) for column in cut.columns)
         return IndexedEntry(entry.tokens, entry.bytes, entry.least, entry.fingerprint, columns), cut
 

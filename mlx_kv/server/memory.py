@@ -24,8 +24,7 @@ from mlx_kv.cache.row_classes import MAX_PADDING
 from mlx_kv.generation.prefill import MAX_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
-from mlx_kv.planning import RowMemory
-from mlx_kv.planning import default_limit as default_limit
+from mlx_kv.planning import RowMemory, default_limit
 from mlx_kv.prefixes.index import shared
 
 MAX_SLACK = 8192  # slots that a growing cache allocates beyond need

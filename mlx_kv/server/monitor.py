@@ -19,7 +19,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from mlx_kv.generation.statistics import SpeculationStatistics
-from mlx_kv.prefixes.index import MIN_SHARED, shared
+from mlx_kv.prefixes.index import MIN_SHARED
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.ranks.group import TotalMemory
 from mlx_kv.server.memory import BatchOccupancy, occupancy_of, tokens_evicted
@@ -202,43 +202,27 @@ class Reason(StrEnum):
     NOT_TRIMMABLE = "not_trimmable"  # the caches can't be trimmed back to the tokens in common
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first difference of two prompts, as token ids.
+def difference_texts(prompt: bytes, cached: bytes, position: int, decode: Decode) -> dict[str, str]:
+    """The texts before and after the first difference of two packed prompts, each of at most CONTEXT_CHARACTERS.
 
-    Attributes:
+    Args:
         position: tokens in common.
-        before: the last of them.
-        first, second: the next tokens of each prompt; empty where it ends.
+        decode: returns the text of token ids.
     """
 
-    position: int
-    before: tuple[int, ...]
-    first: tuple[int, ...]
-    second: tuple[int, ...]
+    def ids(tokens: bytes, start: int, stop: int) -> list[int]:
+        return list(np.frombuffer(tokens[4 * max(0, start) : 4 * stop], ">u4").tolist())
 
-    @classmethod
-    def of(cls, first: bytes, second: bytes) -> Difference:
-        """Of two packed prompts."""
-        position = shared(first, second)
+    in_common = ids(prompt, position - CONTEXT_TOKENS, position)
+    before = decode(in_common) if in_common else ""
 
-        def ids(tokens: bytes, start: int, stop: int) -> tuple[int, ...]:
-            return tuple(np.frombuffer(tokens[4 * max(0, start) : 4 * stop], ">u4").tolist())
+    def after(tokens: bytes) -> str:
+        # Decoded with the tokens before: alone, some tokenizers drop a leading space.
+        following = ids(tokens, position, position + CONTEXT_TOKENS)
+        text = decode([*in_common, *following]) if following else before
+        return (text[len(before) :] if text.startswith(before) else decode(following))[:CONTEXT_CHARACTERS]
 
-        end = position + CONTEXT_TOKENS
-        before = ids(first, position - CONTEXT_TOKENS, position)
-        return cls(position, before, ids(first, position, end), ids(second, position, end))
-
-    def texts(self, decode: Callable[[Sequence[int]], str]) -> tuple[str, str, str]:
-        """The texts of `before`, `first` and `second`, at most CONTEXT_CHARACTERS of each."""
-        before = decode(self.before) if self.before else ""
-
-        def after(tokens: tuple[int, ...]) -> str:
-            # Decoded with the tokens before: alone, some tokenizers drop a leading space.
-            text = decode([*self.before, *tokens]) if tokens else before
-            return (text[len(before) :] if text.startswith(before) else decode(tokens))[:CONTEXT_CHARACTERS]
-
-        return before[-CONTEXT_CHARACTERS:], after(self.first), after(self.second)
+    return {"before": before[-CONTEXT_CHARACTERS:], "prompt": after(prompt), "cached": after(cached)}
 
 
 @dataclass(frozen=True)
@@ -250,14 +234,14 @@ class PrefixMatch:
         reused: tokens that are not read again.
         reason: why a cached prompt was not reused, or only in part; None if it offers no more.
         offered: tokens that the prompt has in common with a cached or evicted prompt.
-        difference: from the cached prompt, which is its second one; only with `Reason.DIFFERS`.
+        cached: the cached prompt that it differs from after those, packed; only with `Reason.DIFFERS`.
     """
 
     tokens: int
     reused: int
     reason: Reason | None = None
     offered: int = 0
-    difference: Difference | None = None
+    cached: bytes | None = None
 
 
 def match_prefix(tokens: bytes, reused: int, memory: PromptMemory) -> PrefixMatch:
@@ -276,7 +260,7 @@ def match_prefix(tokens: bytes, reused: int, memory: PromptMemory) -> PrefixMatc
         return PrefixMatch(count, reused, None if reused else Reason.NONE_KEPT)
     entry, common = nearest
     if common < min(len(entry), count):
-        return PrefixMatch(count, reused, Reason.DIFFERS, common, Difference.of(tokens, entry.tokens))
+        return PrefixMatch(count, reused, Reason.DIFFERS, common, entry.tokens)
     return PrefixMatch(count, reused, None if reused >= min(common, count - 1) else Reason.NOT_TRIMMABLE, common)
 
 
@@ -304,9 +288,8 @@ class PrefixReports:
         logs = log.isEnabledFor(logging.INFO)
         report: dict[str, Any] = {"number": job.number, "prompt_tokens": match.tokens, "reused_tokens": match.reused}
         report |= {"reason": match.reason, "offered_tokens": match.offered, "difference": None}
-        if match.difference is not None and logs and self.allows_text and job.keep:
-            before, prompt, cached = match.difference.texts(decode)
-            report["difference"] = {"before": before, "prompt": prompt, "cached": cached}
+        if match.cached is not None and logs and self.allows_text and job.keep:
+            report["difference"] = difference_texts(job.prompt, match.cached, match.offered, decode)
         self._reports.append(report)
         if match.reason is None:
             return

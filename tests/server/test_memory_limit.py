@@ -14,10 +14,10 @@ from serving import LONG, check_error, running
 from mlx_kv import CachePolicy
 from mlx_kv.generation.prefill import TwoPassPrefill
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.planning import Layer, RowMemory
+from mlx_kv.planning import Layer, RowMemory, default_limit
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.api import Limits
-from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, default_limit, with_shared
+from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, with_shared
 from mlx_kv.server.worker import Worker
 
 
