@@ -21,10 +21,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -354,7 +356,7 @@ class StatusRoutes:
             metrics.draft_length.set(snapshot.speculation.length)
             metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
             metrics.draft_gain.set(snapshot.speculation.gain or 0)
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def memory(self, request: Request) -> Response:
         """Memory by request and in total, as JSON.
@@ -380,7 +382,7 @@ class StatusRoutes:
             "weights": worker.limit.weights,
             "policies": [{"policy": policy_name(worker.policy), "rows": sum(job.has_row for job in jobs)}],
             "keeps_prompts": worker.settings.keeps_prompts,
-            "prefixes": worker.monitor.prefixes.newest(),
+            "prefixes": list(worker.monitor.prefixes.reports),
             "drafts": None if drafts is None else drafts.figures(),
             "seconds": round(time.time() - self._created, 1),
         }
@@ -538,10 +540,8 @@ class Api:
     def _generation_routes(self, paths: Sequence[str], dialect: Dialect) -> list[Route]:
         """Routes to generated answers, for the requests of a dialect."""
 
-        async def answer(request: Request) -> Response:
-            return await self._handler.answer(request, dialect)
-
-        return [Route(path, self._guarded(answer), methods=["POST"]) for path in paths]
+        answer = self._guarded(partial(self._handler.answer, dialect=dialect))
+        return [Route(path, answer, methods=["POST"]) for path in paths]
 
     async def _response(self, request: Request) -> Response:
         """A stored response."""

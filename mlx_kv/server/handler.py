@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,13 +148,13 @@ class AdmissionController:
 
     def begin(self) -> None:
         """From now on, output is delivered in the running event loop."""
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        self.worker.deliver = partial(self._call, self._deliver)
 
-        def deliver(chunks: list[OutputChunk]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._deliver, chunks)
-
-        self.worker.deliver = deliver
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function in the event loop, from another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:
@@ -183,16 +184,10 @@ class AdmissionController:
     def submit(self, jobs: Sequence[Job]) -> OutputCollector:
         """Submits the jobs of a request to the worker; returns the collector of their output."""
         collector = OutputCollector(jobs)
-        loop = asyncio.get_running_loop()
-
-        def matched() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(collector.count_match)
-
         if self.closing is not None:  # since it was admitted
             collector.fail(ApiError(503, self.closing))
         for job in jobs:
-            self._collectors[job], job.on_match = collector, matched
+            self._collectors[job], job.on_match = collector, partial(self._call, collector.count_match)
             self.worker.submit(job)
         return collector
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.prefixes.index import MIN_SHARED
@@ -103,10 +103,6 @@ class Metrics:
     def total(self, name: str) -> int:
         """The value of a counter without labels, by its name without mlx_kv_."""
         return int(self.registry.get_sample_value(f"mlx_kv_{name}_total") or 0)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
 
 # --- tokens over time -------------------------------------------------------------------------------------------------
@@ -271,12 +267,13 @@ class PrefixReports:
         counter: of matches with a reason, by reason.
 
     Attributes:
+        reports: the newest ones, the oldest of them first.
         allows_text: whether reports may contain text of prompts. They do if the log level is INFO or lower, too, and
             the request lets its prompt be cached.
     """
 
     def __init__(self, counter: Counter) -> None:
-        self._counter, self._reports = counter, deque[dict[str, Any]](maxlen=MAX_REPORTS)
+        self._counter, self.reports = counter, deque[dict[str, Any]](maxlen=MAX_REPORTS)
         self.allows_text = False
 
     def add(self, job: Job, match: PrefixMatch, decode: Decode) -> None:
@@ -290,7 +287,7 @@ class PrefixReports:
         report |= {"reason": match.reason, "offered_tokens": match.offered, "difference": None}
         if match.cached is not None and logs and self.allows_text and job.keep:
             report["difference"] = difference_texts(job.prompt, match.cached, match.offered, decode)
-        self._reports.append(report)
+        self.reports.append(report)
         if match.reason is None:
             return
         self._counter.labels(match.reason).inc()
@@ -299,10 +296,6 @@ class PrefixReports:
                 "request %d: %d of %d prompt tokens reused: %s",
                 job.number, match.reused, match.tokens, _why(match, report["difference"]),
             )  # fmt: skip
-
-    def newest(self) -> list[dict[str, Any]]:
-        """The newest reports, the oldest of them first."""
-        return list(self._reports)
 
 
 def _why(match: PrefixMatch, texts: dict[str, str] | None) -> str:

@@ -414,10 +414,8 @@ class Rows:
             try:
                 self._make_engine()
                 return
-            except RanksError:
-                raise
             except Exception as error:
-                if attempt == ENGINE_TRIES:
+                if attempt == ENGINE_TRIES or isinstance(error, RanksError):
                     raise
                 log.warning("the engine could not be restarted: %s; trying again", error)
             time.sleep(ENGINE_PAUSE)
