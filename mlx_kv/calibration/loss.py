@@ -214,9 +214,9 @@ def measure_answers(
     policies = [PLAIN, *(CachePolicy(budget=n, calibration=each) for n in budgets for each in (None, calibration))]
     right, questions = np.zeros(len(policies), np.int64), 0
     for row in range(CASES):
-        asked = fact_questions(np.random.default_rng(row), talk, context, KEEP_RECENT)
-        questions += max(asked.answers)
-        right += [count_right(model, asked, caches) for caches in compressed(model, asked.context, policies)]
+        case = fact_questions(np.random.default_rng(row), talk, context, KEEP_RECENT)
+        questions += max(case.answers)
+        right += [count_right(model, case, caches) for caches in compressed(model, case.context, policies)]
         progress()
     full, *others = (right / questions).tolist()
     rows = zip(budgets, others[::2], others[1::2], strict=True)
@@ -251,9 +251,9 @@ def compressed(model: nn.Module, tokens: Sequence[int], policies: Sequence[Cache
         yield caches
 
 
-def count_right(model: nn.Module, asked: FactQuestions, caches: Sequence[Any]) -> int:
+def count_right(model: nn.Module, case: FactQuestions, caches: Sequence[Any]) -> int:
     """How many answers the model predicts, each token of them."""
-    logits = model(mx.array([asked.tokens]), cache=caches)[0, :-1]  # (S - 1, V)
-    right = np.array(mx.argmax(logits, axis=-1)) == np.array(asked.tokens[1:])
-    numbers = np.array(asked.answers[1:])
+    logits = model(mx.array([case.tokens]), cache=caches)[0, :-1]  # (S - 1, V)
+    right = np.array(mx.argmax(logits, axis=-1)) == np.array(case.tokens[1:])
+    numbers = np.array(case.answers[1:])
     return sum(bool(right[numbers == n].all()) for n in range(1, numbers.max() + 1))

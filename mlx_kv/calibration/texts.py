@@ -212,18 +212,18 @@ def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, st
 def fact_questions(rng: np.random.Generator, talk: Talk, length: int, keep_recent: int) -> FactQuestions:
     """A context of so many tokens with a fact of each kind, and a question for each."""
     facts = facts_about(rng, len(FACTS))
-    asked = [facts[i] for i in rng.permutation(len(facts)).tolist()]
+    questions = [facts[i] for i in rng.permutation(len(facts)).tolist()]
     beginning = talk.beginning(REMEMBER)
     pieces = [talk.encode(f"{name} {verb} {word}.\n") for name, verb, word, _ in facts]
     filler = prose(rng, talk, python_prose())
     context = beginning + scatter(rng, filler, pieces, length - len(beginning), keep_recent)
     tokens: Tokens = []
     answers: Tokens = []
-    for number, (name, verb, word, question) in enumerate(asked, start=1):
-        given = talk.question(question.format(name), first=number == 1) + talk.encode(f"{name} {verb}")
+    for number, (name, verb, word, question) in enumerate(questions, start=1):
+        lead = talk.question(question.format(name), first=number == 1) + talk.encode(f"{name} {verb}")
         answer = talk.encode(f" {word}")
-        tokens += given + answer
-        answers += [0] * len(given) + [number] * len(answer)
+        tokens += lead + answer
+        answers += [0] * len(lead) + [number] * len(answer)
     return FactQuestions(context, tokens, answers)
 
 

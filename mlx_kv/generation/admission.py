@@ -87,8 +87,8 @@ class Admission:
             return
         caches = self._merged([self._by_class(row.caches[: self._layers]) for row in rows])
         drafters = self._merged([row.caches[self._layers :] for row in rows])
-        for own, other in zip((*self.caches, *self._drafter_caches), (*caches, *drafters), strict=False):
-            own.extend(other)
+        for batch, other in zip((*self.caches, *self._drafter_caches), (*caches, *drafters), strict=False):
+            batch.extend(other)
         self.caches, self._drafter_caches = self.caches or caches, self._drafter_caches or drafters
         for row in rows:
             row.caches, row.sequence.caches = [], None  # the batch has them now
@@ -100,11 +100,11 @@ class Admission:
             return rows[0]
         return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
 
-    def read(self, most: Sequence[int]) -> int:
-        """Reads a chunk of each prompt, of so many tokens at most; returns the number of tokens."""
+    def read(self, limits: Sequence[int]) -> int:
+        """Reads a chunk of each prompt, up to its limit; returns the number of tokens."""
         pieces = [
             row.sequence.tokens[row.read : row.read + min(count, row.left)]
-            for row, count in zip(self.rows, most, strict=True)
+            for row, count in zip(self.rows, limits, strict=True)
         ]
         if not any(pieces):
             return 0
@@ -175,7 +175,7 @@ class PrefillPace:
             fits = int(min(self._max_seconds / self._per_token, 1e9)) // max(1, prompts)
         return min(self._max_tokens, max(MIN_CHUNK, fits // MIN_CHUNK * MIN_CHUNK))
 
-    def took(self, tokens: int, seconds: float) -> None:
+    def record(self, tokens: int, seconds: float) -> None:
         """Records the time of a pass over so many prompt tokens; short passes are ignored."""
         if tokens >= MIN_CHUNK and seconds > 0:
             self._per_token = seconds / tokens
@@ -236,26 +236,26 @@ class Beginnings(NamedTuple):
         text, others = sequence.text, other.text
         if text is None or others is None or not self.shared:
             return 0
-        length = min(len(text) - 1, len(others))
-        differ = text[:length] != others[:length]
-        found = int(differ.argmax()) if differ.any() else length
+        limit = min(len(text) - 1, len(others))
+        differ = text[:limit] != others[:limit]
+        length = int(differ.argmax()) if differ.any() else limit
         # Both are then read in the same chunks as alone.
-        return found if max(len(text), len(others)) <= self.by_chunk else found // self.step * self.step
+        return length if max(len(text), len(others)) <= self.by_chunk else length // self.step * self.step
 
     def stop(self, row: PendingRow, waiting: Iterable[TokenSequence]) -> int:
         """How many tokens of a prompt may be read, until a waiting sequence can continue from a copy of its caches."""
         if self.trimmable or not self.shared:
             return NO_LIMIT
-        ends = [end for heir in waiting if (end := self._gain(heir, row.sequence)) > row.total]
+        ends = [end for sequence in waiting if (end := self._shared_with(sequence, row.sequence)) > row.total]
         return min(ends, default=NO_LIMIT) - row.total
 
-    def heirs(self, row: PendingRow, waiting: Iterable[TokenSequence]) -> list[TokenSequence]:
+    def continuing(self, row: PendingRow, waiting: Iterable[TokenSequence]) -> list[TokenSequence]:
         """The waiting sequences that continue from a copy of a row as it is."""
         if self.trimmable or not self.shared:
             return []
-        return [heir for heir in waiting if self._gain(heir, row.sequence) == row.total]
+        return [sequence for sequence in waiting if self._shared_with(sequence, row.sequence) == row.total]
 
-    def _gain(self, sequence: TokenSequence, other: TokenSequence) -> int:
+    def _shared_with(self, sequence: TokenSequence, other: TokenSequence) -> int:
         """`common`, or 0 where a copy would hold few tokens more than the sequence has."""
         common = self.common(sequence, other)
         return common if common >= len(sequence.before) + MIN_SHARED else 0
@@ -280,13 +280,13 @@ def shares_up_to(caches: Iterable[Any]) -> int:
     return min(limits)
 
 
-def prompt_text(sequence: TokenSequence, held: int) -> np.ndarray[Any, Any] | None:
+def prompt_text(sequence: TokenSequence, cached_tokens: int) -> np.ndarray[Any, Any] | None:
     """All tokens of a prompt; None if it is private, or if tokens that its caches hold are not known.
 
     Args:
-        held: tokens in its caches.
+        cached_tokens: tokens in its caches.
     """
-    if sequence.private or held != len(sequence.before):
+    if sequence.private or cached_tokens != len(sequence.before):
         return None
     return np.array([*sequence.before, *sequence.tokens])
 

@@ -97,8 +97,8 @@ class DecodeBatch:
         if self._drafts:
             caches = with_checkpoints(caches, *self._limits)  # those from a file have none
             mark_last(self.model, caches)
-        for own, other in zip(self.caches, caches, strict=False):
-            own.extend(other)
+        for cache, other in zip(self.caches, caches, strict=False):
+            cache.extend(other)
         self.caches = self.caches or caches
         self.pending.extend(pending)
 
@@ -131,7 +131,7 @@ class DecodeBatch:
     @property
     def waiting(self) -> int:
         """Tokens that are read again before new ones, of the row that has most of them."""
-        return max([0, *(len(own) - 1 for own in self.pending)])
+        return max([0, *(len(tokens) - 1 for tokens in self.pending)])
 
     def verify(self, drafted: Sequence[Sequence[int]]) -> mx.array:
         """One pass over what is pending and the drafted tokens of each row.
@@ -141,7 +141,7 @@ class DecodeBatch:
             looked at.
         """
         self._drafted = [len(row) for row in drafted]
-        self._read_on()
+        self._read_to_compaction()
         logits = self.read([[*pending, *row] for pending, row in zip(self.pending, drafted, strict=True)])
         first, count = [len(pending) - 1 for pending in self.pending], max(self._drafted) + 1
         if len(set(first)) == 1:
@@ -176,7 +176,7 @@ class DecodeBatch:
             room = [min(drafts, max(0, limit - len(pending))) for drafts, limit, pending in rows]
         return room
 
-    def _read_on(self) -> None:
+    def _read_to_compaction(self) -> None:
         """Reads what is pending up to the next compaction, where that is not all: it would come too late."""
         while (limits := self._max_to_read()) is not None:
             rows = zip(self.pending, limits, strict=True)
@@ -200,14 +200,14 @@ class DecodeBatch:
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each row got of the pass of `verify`: the drafted tokens that were right, and one that is yet unread."""
         counts = []
-        for row, (drafted, got) in enumerate(zip(self._drafted, tokens, strict=True)):
-            wrong = drafted + 1 - len(got)
+        for row, (drafted, received) in enumerate(zip(self._drafted, tokens, strict=True)):
+            wrong = drafted + 1 - len(received)
             if wrong and self.replays:
                 counts.append(len(self.pending[row]) + drafted)
-                self.pending[row] = [*self.pending[row], *got]
+                self.pending[row] = [*self.pending[row], *received]
             else:
                 counts.append(wrong)
-                self.pending[row] = list(got[-1:])
+                self.pending[row] = list(received[-1:])
         trim_prompt_cache(self.caches, counts, strict=True)
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
@@ -245,11 +245,11 @@ def make_distributed_caches(
 
 def _check_same(policy: CachePolicy, communicator: Communicator) -> None:
     """Raises ValueError where a policy is not the leader's, as far as its settings are plain values."""
-    own = {each.name: _plain(getattr(policy, each.name)) for each in fields(policy)}
-    leaders = communicator.broadcast(lambda: own)
-    if leaders != own:
-        names = [name for name in own if leaders[name] != own[name]]
-        theirs, here = (", ".join(f"{name}={each[name]!r}" for name in names) for each in (leaders, own))
+    settings = {each.name: _plain(getattr(policy, each.name)) for each in fields(policy)}
+    leaders = communicator.broadcast(lambda: settings)
+    if leaders != settings:
+        names = [name for name in settings if leaders[name] != settings[name]]
+        theirs, here = (", ".join(f"{name}={each[name]!r}" for name in names) for each in (leaders, settings))
         raise ValueError(f"the leader's policy has {theirs}, that of this rank {here}: give all ranks the same")
 
 

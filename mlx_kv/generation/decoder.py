@@ -70,7 +70,7 @@ class Decoder:
         self._contexts = RowContexts()
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
-        self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
+        self._undelivered: list[list[Emitted]] | None = None  # to be emitted next, without a pass
         self.drafted: list[int] = []  # tokens of each row in the last round
         self._launched_two: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
 
@@ -99,8 +99,8 @@ class Decoder:
         Args:
             step: tokens of a chunk.
         """
-        own = Beginnings.of(self.target.make_caches(), step)
-        shared, trimmable, by_chunk = self._communicator.all_min([int(own.shared), int(own.trimmable), own.by_chunk])
+        here = Beginnings.of(self.target.make_caches(), step)
+        shared, trimmable, by_chunk = self._communicator.all_min([int(here.shared), int(here.trimmable), here.by_chunk])
         return Beginnings(bool(shared), bool(trimmable), by_chunk, step)
 
     def pending(self, sequence: TokenSequence) -> PendingRow:
@@ -127,20 +127,20 @@ class Decoder:
             logprobs = log_probabilities(RowContexts(contexts).after(logits, []))
             tokens: Any = self._communicator.leader_tokens(draw(samplers, logprobs)).tolist()
             first = _to_emitted([[token] for token in tokens], logprobs[:, None])
-            self._known = [[] for _ in self.samplers] if self._known is None else self._known
-        pending = [got[-1].token if got else row.tokens[-1] for got, row in zip(first, sequences, strict=True)]
+            self._undelivered = [[] for _ in self.samplers] if self._undelivered is None else self._undelivered
+        pending = [items[-1].token if items else row.tokens[-1] for items, row in zip(first, sequences, strict=True)]
         self.target.join(caches, [[token] for token in pending])
         if self.drafter is not None:
             self.drafter.join(texts, drafter_caches)
             if private := [number for number, row in enumerate(sequences, len(self.samplers)) if row.private]:
                 self.drafter.keep_private(private)
             self.pace.join(len(sequences))
-        for context, got in zip(contexts, first, strict=True):
-            context.add([item.token for item in got])
+        for context, items in zip(contexts, first, strict=True):
+            context.add([item.token for item in items])
         self.samplers += samplers
         self._contexts.join(contexts)
-        if self._known is not None:
-            self._known += first
+        if self._undelivered is not None:
+            self._undelivered += first
 
     def keep(self, rows: Sequence[int]) -> None:
         """Removes all other rows."""
@@ -150,8 +150,8 @@ class Decoder:
             self.pace.keep(rows)
         self.samplers = [self.samplers[row] for row in rows]
         self._contexts.keep(rows)
-        if self._known is not None:
-            self._known = [self._known[row] for row in rows]
+        if self._undelivered is not None:
+            self._undelivered = [self._undelivered[row] for row in rows]
         if self._ahead is not None and list(rows) != list(range(self._ahead[0].size)):
             which = mx.array(list(rows))
             self._ahead = (self._ahead[0][which], self._ahead[1][which]) if rows else None
@@ -176,55 +176,55 @@ class Decoder:
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
-    def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
-        """Up to `most` tokens of each row: one at least, but for rows that joined while the others were a step ahead.
+    def round(self, max_tokens: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
+        """Up to `max_tokens` of each row: one at least, but for rows that joined while the others were a step ahead.
 
         With a drafter: drafts, verifies, and takes back. Where nothing is drafted, the next pass begins before this
         one's tokens are known.
         """
         if self.drafter is None:
             return self._round_without_drafts()
-        if self._known is not None:
-            emitted, self._known = self._known, None
+        if self._undelivered is not None:
+            emitted, self._undelivered = self._undelivered, None
             self.drafted = [0] * len(emitted)
             if counted := [list[int]() for row in emitted if row]:
                 statistics.note(counted, [0] * len(counted), 0.0, None)  # its time was that of the rounds before
             return emitted
         started = time.perf_counter()
-        count = min(self.draft_tokens, most - 1)
+        count = min(self.draft_tokens, max_tokens - 1)
         agreed = self._communicator.leader_tokens
         choice = Choice(self.samplers, self._vocabulary, max(count, 1), agreed, self._contexts)
         room, waiting = self.target.max_drafts(count), self.target.waiting
-        drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._plan(most, room, waiting, choice))
+        drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._plan(max_tokens, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
             logprobs = log_probabilities(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
-            got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
-            self.target.accepted(got)
+            received = [[*row[:right], chosen] for row, (right, chosen) in zip(drafted, decided, strict=True)]
+            self.target.accepted(received)
             right = [right for right, _ in decided]
             self.pace.record_acceptance([len(row) for row in drafted], right)
         else:
             right = [0] * len(drafted)
-            got, logprobs = self._advance(choice.follow, goes_on)
-        self._record(got)
+            received, logprobs = self._advance(choice.follow, goes_on)
+        self._record(received)
         self.drafted = [len(row) for row in drafted]
         longest = max(self.drafted)
         seconds = time.perf_counter() - started
         self.pace.record_pass(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
-        statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
-        return _to_emitted(got, logprobs)
+        statistics.note(drafted, right, seconds, self.pace.seconds_without(len(received)))
+        return _to_emitted(received, logprobs)
 
     def _round_without_drafts(self) -> list[list[Emitted]]:
         """One token of each row; none of rows that joined while a pass was on its way."""
         self.drafted = [0] * len(self.samplers)
-        if self._known is not None:
-            emitted, self._known = self._known, None
+        if self._undelivered is not None:
+            emitted, self._undelivered = self._undelivered, None
             self._ahead = self._launch(self._draw, self.target.follow(), [])
             return emitted
-        got, logprobs = self._advance(self._draw, go_on=True)
-        self._record(got)
-        return _to_emitted(got, logprobs)
+        received, logprobs = self._advance(self._draw, go_on=True)
+        self._record(received)
+        return _to_emitted(received, logprobs)
 
     def _draw(self, logprobs: mx.array, ahead: int) -> mx.array:
         """Tokens (B,) of log-probabilities (B, V)."""
@@ -243,7 +243,7 @@ class Decoder:
             return None if began is None else (began + seconds) / 2
         return seconds
 
-    def _plan(self, most: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
+    def _plan(self, limit: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
         """What is drafted for each row, whether a pass verifies it, and if not, whether the next one begins before.
 
         No pass verifies where one is on its way. A drafter whose proposals cost nothing is called in any case. Where a
@@ -251,7 +251,7 @@ class Decoder:
         how many tokens were drafted.
 
         Args:
-            most: tokens that there is use for.
+            max_tokens: tokens that there is use for.
             room, waiting: of the model's rows.
         """
         assert self.drafter is not None
@@ -266,7 +266,7 @@ class Decoder:
             drafted = self._draft(length if self._ahead is None else 0, choice)
             drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
         verifies = self._ahead is None and (length > 0 or self.pace.fixed)
-        return drafted if verifies else [[] for _ in drafted], verifies, most > 1 and length == 0 and not waiting
+        return drafted if verifies else [[] for _ in drafted], verifies, limit > 1 and length == 0 and not waiting
 
     def _advance(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array]:
         """The next token of each row, and log-probabilities (B, 1, V), by a pass that was launched a round ago, or now.
@@ -296,14 +296,14 @@ class Decoder:
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return tokens, logprobs
 
-    def _record(self, got: list[list[int]]) -> None:
+    def _record(self, received: list[list[int]]) -> None:
         """Records the new tokens of the rows."""
-        self._contexts.took(got)
+        self._contexts.record(received)
         if self.drafter is None:
             return
-        self.drafter.accepted(got)
-        self.pace.match_unused(got)
-        for sampler, tokens in zip(self.samplers, got, strict=True):
+        self.drafter.accepted(received)
+        self.pace.match_unused(received)
+        for sampler, tokens in zip(self.samplers, received, strict=True):
             if isinstance(sampler, SeededSampler):
                 sampler.position += len(tokens)
 
@@ -312,19 +312,19 @@ class Decoder:
         if self._ahead is None:
             return
         pass_ahead, self._ahead, self._launched_two = self._ahead, None, None
-        got, logprobs = self._finish(*pass_ahead)
-        self._record(got)
-        self._known = _to_emitted(got, logprobs)
+        received, logprobs = self._finish(*pass_ahead)
+        self._record(received)
+        self._undelivered = _to_emitted(received, logprobs)
 
-    def _draft(self, most: int, choice: Choice) -> list[list[int]]:
+    def _draft(self, max_tokens: int, choice: Choice) -> list[list[int]]:
         """What the drafter proposes for each row, checked, and cut where grammars exclude it."""
         assert self.drafter is not None
-        drafted = [[int(token) for token in row] for row in self.drafter.propose(most, choice)]
+        drafted = [[int(token) for token in row] for row in self.drafter.propose(max_tokens, choice)]
         if len(drafted) != len(self.samplers):
             raise ValueError(f"the drafter proposed for {len(drafted)} rows, but there are {len(self.samplers)}")
         for row in drafted:
-            if len(row) > most:
-                raise ValueError(f"the drafter proposed {len(row)} tokens, but was asked for {most} at the most")
+            if len(row) > max_tokens:
+                raise ValueError(f"the drafter proposed {len(row)} tokens, but was asked for {max_tokens} at the most")
             if row and not 0 <= min(row) <= max(row) < self._vocabulary:
                 raise ValueError(
                     f"the drafter proposed {row}, but the vocabulary has {self._vocabulary:,} tokens: "
@@ -333,11 +333,11 @@ class Decoder:
         return self._contexts.cut(drafted)
 
 
-def _to_emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emitted]]:
+def _to_emitted(received: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emitted]]:
     """What each row got of a pass, all but the last by the draft, with log-probabilities (B, n, V)."""
     return [
         [Emitted(token, logprobs[row, i], i < len(tokens) - 1) for i, token in enumerate(tokens)]
-        for row, tokens in enumerate(got)
+        for row, tokens in enumerate(received)
     ]
 
 
@@ -364,8 +364,8 @@ def make_decoder(
     lowest, highest = drafting.prompt_lookup_min, drafting.prompt_lookup_max
     check_policy(model, policy)  # without drafts, whoever makes the caches does
     context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, lowest, highest)
-    found = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
-    traits = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)
+    instance = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
+    traits = (1, None, False) if instance is None else (context.draft_tokens, instance.step_size, instance.equal_rows)
     draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: traits)
-    drafter = found or RemoteDrafter(step_size, equal_rows)
+    drafter = instance or RemoteDrafter(step_size, equal_rows)
     return Decoder(model, policy, drafter, draft_tokens, drafting.draft_length == "fixed", communicator)

@@ -59,7 +59,7 @@ from mlx_kv.settings import whole_number
 # waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
 # tokens of one prompt in one pass, which is what is let through elsewhere.
 MAX_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
-MAX_HEIRS = 64  # waiting sequences that get copies of what one has read
+MAX_CONTINUING = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
 
@@ -161,18 +161,18 @@ class Engine:
         """Removes a sequence at any stage; an unknown index is ignored."""
         self._waiting = deque(sequence for sequence in self._waiting if sequence.index != index)
         self._two_pass.cancel(index)
-        self._hand_over(index)
+        self._pass_on(index)
         reading = self._admission.rows
         self._admission.keep([row for row, pending in enumerate(reading) if pending.sequence.index != index])
         self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
 
-    def _hand_over(self, index: int) -> None:
+    def _pass_on(self, index: int) -> None:
         """A waiting sequence continues from what was read of a prompt that is about to be removed."""
         if cancelled := [row.sequence for row in self._admission.rows if row.sequence.index == index]:
             common = self._beginnings.common
-            heir = max(self._waiting, key=lambda sequence: common(sequence, cancelled[0]), default=None)
-            if heir is not None and common(heir, cancelled[0]) >= MIN_SHARED:
-                self._continue_from(heir, self._source(heir))
+            other = max(self._waiting, key=lambda other: common(other, cancelled[0]), default=None)
+            if other is not None and common(other, cancelled[0]) >= MIN_SHARED:
+                self._continue_from(other, self._source(other))
 
     def _keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self._active):
@@ -235,11 +235,11 @@ class Engine:
         step, started = self.step_size, time.perf_counter()
         if self._pace is not None and self._active:
             step = self._pace.chunk(len(self._admission.rows))
-        heirs = list(islice(self._waiting, MAX_HEIRS))
-        tokens = self._admission.read([min(step, self._beginnings.stop(row, heirs)) for row in self._admission.rows])
+        queue = list(islice(self._waiting, MAX_CONTINUING))
+        tokens = self._admission.read([min(step, self._beginnings.stop(row, queue)) for row in self._admission.rows])
         if self._pace is not None:
-            self._pace.took(tokens, time.perf_counter() - started)
-        self._hand_out()
+            self._pace.record(tokens, time.perf_counter() - started)
+        self._copy_to_waiting()
         self._admission.keep_prefixes()
         self._join()
 
@@ -256,9 +256,9 @@ class Engine:
         reading = [row.left for row in self._admission.rows]
         while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
             long = sum(left > MIN_CHUNK for left in reading)
-            if long >= MAX_PROMPTS_AT_ONCE or (found := self._next(admitted)) is None:
+            if long >= MAX_PROMPTS_AT_ONCE or (candidate := self._next(admitted)) is None:
                 break
-            position, source = found
+            position, source = candidate
             first = self._waiting[position]
             left = len(first.tokens) if source is None else len(first.before) + len(first.tokens) - source.tokens
             if not self._fits(first, admitted, len(reading)):
@@ -284,7 +284,7 @@ class Engine:
             return 0, None
         reading = [
             *((row.sequence, row.total) for row in self._admission.rows),
-            *((own, len(own.before)) for own in admitted),
+            *((other, len(other.before)) for other in admitted),
         ]
         for position, sequence in enumerate(islice(self._waiting, MAX_SEARCHED)):
             source = self._source(sequence)
@@ -298,20 +298,20 @@ class Engine:
                 return position, source
         return None
 
-    def _hand_out(self) -> None:
+    def _copy_to_waiting(self) -> None:
         """Gives waiting sequences copies of the rows that have read just the tokens that they share."""
         for number, row in enumerate(self._admission.rows):
-            if heirs := self._beginnings.heirs(row, islice(self._waiting, MAX_HEIRS)):
+            if continuing := self._beginnings.continuing(row, islice(self._waiting, MAX_CONTINUING)):
                 share(Source(self._admission.caches, number, row.total))
                 caches = evaluate_caches(self._admission.extract(number))
-                for heir in heirs:  # copies, which take no memory until they are written to
-                    continue_from(heir, row.total, copy.deepcopy(caches))
+                for sequence in continuing:  # copies, which take no memory until they are written to
+                    continue_from(sequence, row.total, copy.deepcopy(caches))
 
     def _source(self, sequence: TokenSequence) -> Source | None:
         """The row that has read the longest beginning of a prompt, if that is more than its own caches hold."""
         target, trimmable, common_of = self._decoder.target, self._beginnings.trimmable, self._beginnings.common
         active = self._active if trimmable else []
-        sources = [Source(target.caches, row, common_of(sequence, own)) for row, own in enumerate(active)]
+        sources = [Source(target.caches, row, common_of(sequence, other)) for row, other in enumerate(active)]
         for row, pending in enumerate(self._admission.rows):
             common = common_of(sequence, pending.sequence)
             if pending.total <= common or trimmable:
@@ -366,10 +366,10 @@ class Engine:
     @property
     def progress(self) -> dict[int, SequenceProgress]:
         """The progress of each sequence, by its index."""
-        progress = {own.index: SequenceProgress(len(own.tokens)) for own in self._queued()}
+        progress = {row.index: SequenceProgress(len(row.tokens)) for row in self._queued()}
         progress |= self._two_pass.progress
         progress |= {row.sequence.index: SequenceProgress(max(0, row.left)) for row in self._admission.rows}
-        return progress | {own.index: SequenceProgress(0, own.drafted, own.accepted) for own in self._active}
+        return progress | {row.index: SequenceProgress(0, row.drafted, row.accepted) for row in self._active}
 
     def _queued(self) -> Iterator[TokenSequence]:
         yield from self._waiting
@@ -413,8 +413,8 @@ class Engine:
 
 def _lengths(sequence: TokenSequence) -> tuple[int, int]:
     """Tokens of a sequence in its caches, and those to be read."""
-    held = tokens_of(sequence.caches or [])
-    return len(sequence.before) or held, len(sequence.tokens)
+    cached = tokens_of(sequence.caches or [])
+    return len(sequence.before) or cached, len(sequence.tokens)
 
 
 def make_engine(
@@ -484,12 +484,12 @@ class WiredMemory:
             ValueError: a number of bytes that this device does not support.
         """
         if isinstance(limit, int):
-            most = recommended_limit()
-            if most is None:
+            highest = recommended_limit()
+            if highest is None:
                 raise ValueError("--wired-limit is for GPUs of Macs: leave it out here, or give none or auto")
-            if limit > most:
+            if limit > highest:
                 raise ValueError(
-                    f"--wired-limit {limit:,}: this device wires {most:,} bytes at most; give less, or raise "
+                    f"--wired-limit {limit:,}: this device wires {highest:,} bytes at most; give less, or raise "
                     "the system's limit with sysctl iogpu.wired_limit_mb"
                 )
         self.limit = limit
@@ -520,8 +520,8 @@ class WiredMemory:
             return 0
         if self.limit != "auto":
             return self.limit
-        most = recommended_limit() or 0
-        return most if weight_bytes(model) > LARGE * most else 0
+        recommended = recommended_limit() or 0
+        return recommended if weight_bytes(model) > LARGE * recommended else 0
 
 
 def recommended_limit() -> int | None:

@@ -55,10 +55,10 @@ def chunk_for(model: Any) -> int:
     return next((step for step in CPU_STEPS if step * weights <= CPU_WORK), CPU_STEPS[-1])
 
 
-def prefill_step(model: Any, caches: Iterable[Any], wanted: int | None) -> int:
+def prefill_step(model: Any, caches: Iterable[Any], requested: int | None) -> int:
     """Prompt tokens to read at once: what was asked for, else `chunk_for` the model, less where rings plan for less."""
-    if wanted is not None:
-        return whole_number("prefill_step_size", wanted, least=1)
+    if requested is not None:
+        return whole_number("prefill_step_size", requested, least=1)
     planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
     return min([chunk_for(model), *planned])
 
@@ -216,7 +216,7 @@ class TwoPassPrefill:
     ) -> None:
         self._model, self._caches, self._step, self._instructions = model, caches, step, instructions
         self._texts, self.length, self.read = [list(text) for text in texts], len(texts[0]), read
-        self._scored = [(own, own.evictor) for own in attention_caches(caches) if own.evictor and _needs_it(own)]
+        self._scored = [(each, each.evictor) for each in attention_caches(caches) if each.evictor and _needs_it(each)]
         (offset,) = {row.offset for cache, _ in self._scored for row in cache.view.rows}
         self._before = offset - read  # tokens before the texts
         self._chunk = min(chunk, instructions.chunk_after(self._before + self.length))

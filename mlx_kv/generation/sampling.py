@@ -82,10 +82,10 @@ class TemperatureSampler:
             raise ValueError(f"temp is {temp}: give a finite number above 0, or no sampler for greedy decoding")
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {shown(self.top_p)}: give a number above 0, up to 1")
-        for name, most in (("min_p", 1.0), ("xtc_probability", 1.0), ("xtc_threshold", 0.5)):
+        for name, highest in (("min_p", 1.0), ("xtc_probability", 1.0), ("xtc_threshold", 0.5)):
             value = getattr(self, name)
-            if not (is_number(value) and 0 <= value <= most):
-                raise ValueError(f"{name} is {shown(value)}: give a number from 0 to {most:g}")
+            if not (is_number(value) and 0 <= value <= highest):
+                raise ValueError(f"{name} is {shown(value)}: give a number from 0 to {highest:g}")
         if type(self.top_k) is not int or self.top_k < 0:
             raise ValueError(f"top_k is {shown(self.top_k)}: give a whole number from 1 up, or 0 for all tokens")
 

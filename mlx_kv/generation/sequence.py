@@ -140,12 +140,12 @@ class TokenSequence:
         return BatchToken(self.index, text, token, finish, from_draft, caches, score)
 
 
-def common_prefix(some: list[int], others: list[int]) -> int:
+def common_prefix(tokens: list[int], others: list[int]) -> int:
     """How many tokens two sequences have in common at their beginning."""
-    most = min(len(some), len(others))
-    if some[:most] == others[:most]:
-        return most
-    return next(place for place in range(most) if some[place] != others[place])
+    length = min(len(tokens), len(others))
+    if tokens[:length] == others[:length]:
+        return length
+    return next(place for place in range(length) if tokens[place] != others[place])
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,8 @@ def _within(token: int) -> LogitsProcessor:
 
     def look(tokens: mx.array, logits: mx.array) -> mx.array:
         if token >= logits.shape[-1]:
-            most = logits.shape[-1] - 1
-            raise ValueError(f"logit_bias names token {token}, which the model does not have: give ids up to {most}")
+            last = logits.shape[-1] - 1
+            raise ValueError(f"logit_bias names token {token}, which the model does not have: give ids up to {last}")
         return logits
 
     return look

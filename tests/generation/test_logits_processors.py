@@ -226,7 +226,7 @@ def test_drafts_are_cut_where_a_processor_lets_no_more_stand() -> None:
     rows = RowContexts()
     rows.join([RowContext((Chain(VOCAB - 1),), [5, 30]), RowContext((), []), RowContext(GREEDY.processors(), [5])])
     assert rows.cut([[31, 32, 7, 34], [1, 2], [3]]) == [[31, 32], [1, 2], [3]]
-    rows.took([[31, 32], [1], [4, 4]])
+    rows.record([[31, 32], [1], [4, 4]])
     assert rows.cut([[33, 34], [], []]) == [[33, 34], [], []]
     rows.keep([0])
     assert rows.cut([[31]]) == [[]]

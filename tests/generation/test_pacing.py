@@ -34,8 +34,8 @@ class Whim(Pace):
     random = random.Random(4)
     chosen: set[int]
 
-    def choose(self, most: int, waiting: int = 0, proposed: Any = None) -> int:
-        longest = min(most, self.most) if proposed is None else min(most, max(proposed, default=0))
+    def choose(self, limit: int, waiting: int = 0, proposed: Any = None) -> int:
+        longest = min(limit, self.max_tokens) if proposed is None else min(limit, max(proposed, default=0))
         length = 0 if longest == 0 or self.random.random() < 0.5 else self.random.randint(0, longest)
         type(self).chosen.add(length)
         return length
@@ -309,7 +309,7 @@ def test_places_are_told_apart() -> None:
     """The first token is right half of the time, and those after a right one always."""
     seen = Acceptance(4)
     for turn in range(400):
-        seen.note(4, 4 * (turn % 2))
+        seen.record(4, 4 * (turn % 2))
     first, *others = seen.chances()
     assert abs(first - 0.5) < 0.05
     assert min(others) > 0.85  # the guess for the second is the first's chance, which counts for some tokens
@@ -319,30 +319,30 @@ def test_places_are_told_apart() -> None:
 def test_costs_are_worked_out_of_what_was_seen() -> None:
     costs = Costs()
     assert costs.of(1, 4) > costs.of(1, 1) > 0
-    costs.note(1, 5, 4.0)
+    costs.record(1, 5, 4.0)
     for seconds in (2.0, 2.0, 90.0):
-        costs.note(1, 1, seconds)
+        costs.record(1, 1, seconds)
     assert [costs.of(1, n) for n in (1, 2, 3, 5)] == [2.0, 2.5, 3.0, 4.0]
     assert 4.0 < costs.of(1, 9) < 8.0
     assert costs.passes(1, 1) == 3
     assert costs.passes(2, 1) == 0
     assert costs.of(2, 5) / costs.of(2, 1) == 2.0, "rows that are new have the proportions of others"
-    costs.note(2, 5, 12.0 * costs.load)
+    costs.record(2, 5, 12.0 * costs.load)
     assert [costs.of(2, n) for n in (1, 3, 5)] == pytest.approx([6.0, 9.0, 12.0])
 
 
 def test_a_busy_machine_is_told_from_passes_that_cost_more() -> None:
     costs = Costs()
     for _ in range(5):
-        costs.note(1, 1, 1.0)
+        costs.record(1, 1, 1.0)
     for _ in range(20):
-        costs.note(1, 1, 3.0)
+        costs.record(1, 1, 3.0)
     assert costs.load > 2.4, "the rest is taken for what passes cost"
     for _ in range(8):
-        costs.note(1, 5, 6.0)  # the first of its size, on a busy machine
+        costs.record(1, 5, 6.0)  # the first of its size, on a busy machine
     assert costs.of(1, 5) / costs.of(1, 1) == pytest.approx(2.0, rel=0.1)
     for _ in range(20):
-        costs.note(1, 5, 2.0)  # not busy any more, and nothing of one token is seen
+        costs.record(1, 5, 2.0)  # not busy any more, and nothing of one token is seen
     assert costs.of(1, 1) * costs.load == pytest.approx(1.0, rel=0.15)
     assert costs.of(1, 5) / costs.of(1, 1) == pytest.approx(2.0, rel=0.15)
 

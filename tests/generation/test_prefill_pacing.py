@@ -18,14 +18,14 @@ PROMPTS = {0: [(5 * i + 3) % 90 for i in range(30)], 1: [(7 * i * i + 3 * i) % 9
 def test_a_chunk_has_as_many_tokens_as_fit_into_a_wait() -> None:
     pace = PrefillPace(0.5, 2048)
     assert pace.chunk(1) == FIRST_CHUNK
-    pace.took(128, 0.064)  # half a millisecond each
+    pace.record(128, 0.064)  # half a millisecond each
     assert pace.chunk(1) == 960
     assert pace.chunk(4) == 192
-    pace.took(10, 5.0)  # a pass of so few says nothing
+    pace.record(10, 5.0)  # a pass of so few says nothing
     assert pace.chunk(1) == 960
-    pace.took(1000, 100.0)
+    pace.record(1000, 100.0)
     assert pace.chunk(1) == MIN_CHUNK
-    pace.took(1000, 1e-9)
+    pace.record(1000, 1e-9)
     assert pace.chunk(3) == 2048
 
 

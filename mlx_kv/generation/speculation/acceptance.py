@@ -69,10 +69,10 @@ class RowContexts:
     def keep(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
-    def took(self, tokens: Sequence[Sequence[int]]) -> None:
-        """What each row got."""
-        for row, got in zip(self._rows, tokens, strict=True):
-            row.add(got)
+    def record(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Adds the tokens that each row received."""
+        for row, received in zip(self._rows, tokens, strict=True):
+            row.add(received)
 
     @property
     def any(self) -> bool:
@@ -122,7 +122,7 @@ class Choice:
     Args:
         samplers: of each row; None is greedy.
         vocabulary: V.
-        most: tokens that may be drafted for a row.
+        max_drafts: tokens that may be drafted for a row.
         agreed: what is made of the model's tokens before they are anybody's.
         contexts: of the rows, whose processors guesses are to please as well.
     """
@@ -131,11 +131,11 @@ class Choice:
         self,
         samplers: Sequence[Sampler | None],
         vocabulary: int,
-        most: int,
+        max_drafts: int,
         agreed: Callable[[mx.array], mx.array] = lambda tokens: tokens,
         contexts: RowContexts | None = None,
     ) -> None:
-        self._samplers, self._vocabulary, self._most, self._agreed = samplers, vocabulary, most, agreed
+        self._samplers, self._vocabulary, self._max_drafts, self._agreed = samplers, vocabulary, max_drafts, agreed
         self._random = any(isinstance(sampler, SeededSampler) for sampler in samplers)
         self._drawn: mx.array | None = None  # (B, n, V), for as many positions as were asked for
         self._contexts, self._guessed = contexts or RowContexts(), list[mx.array]()  # (B,) of each place
@@ -147,7 +147,7 @@ class Choice:
             ahead: 0 for the next token of each row, 1 for the one after it, and so on. Its random numbers are those
                 with which the model will choose; of a sampler that is no `SeededSampler`, it is the likeliest token.
         """
-        noise = self._noise(self._most + 1)
+        noise = self._noise(self._max_drafts + 1)
         if ahead <= len(self._guessed):
             logits = self._contexts.after(logits, self._guessed[:ahead])
         if noise is None:

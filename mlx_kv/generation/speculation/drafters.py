@@ -188,10 +188,11 @@ class ModelDrafter(Drafter):
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         # It has read all drafted tokens but the last one: if that was accepted, it is still to be read.
         pairs = list(zip(self._drafted, tokens, strict=True))
-        trim_prompt_cache(self._rows.caches, [max(len(drafted) - len(got), 0) for drafted, got in pairs], strict=True)
-        for row, (drafted, got) in enumerate(pairs):
+        wrong = [max(len(drafted) - len(received), 0) for drafted, received in pairs]
+        trim_prompt_cache(self._rows.caches, wrong, strict=True)
+        for row, (drafted, received) in enumerate(pairs):
             unread = drafted[-1:] if drafted else self._rows.pending[row]
-            self._rows.pending[row] = [*(unread if len(got) > len(drafted) else []), got[-1]]
+            self._rows.pending[row] = [*(unread if len(received) > len(drafted) else []), received[-1]]
         self._drafted = [[] for _ in tokens]
 
     @property
@@ -239,8 +240,8 @@ class Text:
         """Appends tokens."""
 
     @abstractmethod
-    def continuation(self, most: int) -> list[int]:
-        """A draft of up to `most` tokens."""
+    def continuation(self, max_tokens: int) -> list[int]:
+        """A draft of up to `max_tokens` tokens."""
 
     def ended(self) -> None:
         """Its row is removed; not called for one that is private."""
@@ -283,8 +284,8 @@ class LookupDrafter(Drafter):
         return [text.continuation(most) for text in self._texts]
 
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
-        for text, got in zip(self._texts, tokens, strict=True):
-            text.extend(got)
+        for text, received in zip(self._texts, tokens, strict=True):
+            text.extend(received)
 
 
 def repeat_from(text: Sequence[int], start: int, count: int) -> list[int]:
@@ -326,8 +327,8 @@ class NgramText(Text):
                 self._match_end = self._after.get(last, self._match_end)
                 self._after[last] = end
 
-    def continuation(self, most: int) -> list[int]:
-        return [] if self._match_end is None else repeat_from(self._tokens, self._match_end, most)
+    def continuation(self, max_tokens: int) -> list[int]:
+        return [] if self._match_end is None else repeat_from(self._tokens, self._match_end, max_tokens)
 
 
 class NgramDrafter(LookupDrafter):
@@ -398,14 +399,14 @@ class SuffixAutomaton:
             self.text.append(token)
             end, state = len(self.text), self._last
             new = self._last = self._state(self.lengths[state] + 1, end)
-            while (found := self.step(state, token)) == BOTTOM:
+            while (target := self.step(state, token)) == BOTTOM:
                 self._lead(state, token, new)
                 state = self.links[state]
-            if self.lengths[found] > self.lengths[state] + 1:
-                found = self._split(found, state, token)
-            self.links[new] = found
-            self.matched, self.after = self.lengths[found], self.ends[found]
-            self.ends[found] = end
+            if self.lengths[target] > self.lengths[state] + 1:
+                target = self._split(target, state, token)
+            self.links[new] = target
+            self.matched, self.after = self.lengths[target], self.ends[target]
+            self.ends[target] = end
 
     def _state(self, length: int, end: int) -> int:
         """A new one, from which nothing leads on."""
@@ -421,14 +422,14 @@ class SuffixAutomaton:
         else:
             self._others.setdefault(state, {})[token] = to
 
-    def _split(self, found: int, state: int, token: int) -> int:
+    def _split(self, target: int, state: int, token: int) -> int:
         """The shorter substrings of a state, those by `state` and its links, end at one more place: a new state."""
-        new = self._state(self.lengths[state] + 1, self.ends[found])
-        self._token[new], self._to[new], self.links[new] = self._token[found], self._to[found], self.links[found]
-        if found in self._others:
-            self._others[new] = dict(self._others[found])
-        self.links[found] = new
-        while self.step(state, token) == found:
+        new = self._state(self.lengths[state] + 1, self.ends[target])
+        self._token[new], self._to[new], self.links[new] = self._token[target], self._to[target], self.links[target]
+        if target in self._others:
+            self._others[new] = dict(self._others[target])
+        self.links[target] = new
+        while self.step(state, token) == target:
             self._lead(state, token, new)
             state = self.links[state]
         return new
@@ -448,19 +449,19 @@ class Matcher:
     @property
     def after(self) -> int:
         """The place in the automaton's text after that suffix."""
-        return self.automaton.ends[self._here()]
+        return self.automaton.ends[self._current()]
 
     def extend(self, tokens: Iterable[int]) -> None:
         """The text goes on with these."""
         automaton = self.automaton
         for token in tokens:
-            state = self._here()
-            while (found := automaton.step(state, token)) == BOTTOM:
+            state = self._current()
+            while (target := automaton.step(state, token)) == BOTTOM:
                 state = automaton.links[state]
                 self.matched = automaton.lengths[state]
-            self._state, self.matched = found, self.matched + 1
+            self._state, self.matched = target, self.matched + 1
 
-    def _here(self) -> int:
+    def _current(self) -> int:
         """The state of the suffix: if its state was split since, that may be the shorter ones' now."""
         automaton = self.automaton
         while automaton.lengths[automaton.links[self._state]] >= self.matched:
@@ -472,19 +473,19 @@ class RecentAnswers:
     """Answers of rows that are removed, each with the end of its prompt.
 
     Args:
-        most: tokens of a generation. When one is full, the one before it is forgotten.
+        max_tokens: of a generation. When one is full, the one before it is forgotten.
 
     Attributes:
         generations: the newest first, one or two.
     """
 
-    def __init__(self, most: int = MAX_RECENT) -> None:
-        self._most = most
+    def __init__(self, max_tokens: int = MAX_RECENT) -> None:
+        self._max_tokens = max_tokens
         self.generations = [SuffixAutomaton()]
 
     def add(self, tokens: Sequence[int]) -> None:
-        tokens = [*tokens[-(self._most - 1) :], BETWEEN]
-        if len(self.generations[0].text) + len(tokens) > self._most:
+        tokens = [*tokens[-(self._max_tokens - 1) :], BETWEEN]
+        if len(self.generations[0].text) + len(tokens) > self._max_tokens:
             self.generations = [SuffixAutomaton(), self.generations[0]]
         self.generations[0].extend(tokens)
 
@@ -510,16 +511,16 @@ class SuffixText(Text):
         for matcher in self._matchers:
             matcher.extend(tokens)
 
-    def continuation(self, most: int) -> list[int]:
+    def continuation(self, max_tokens: int) -> list[int]:
         """A draft from the longest match; from the row's text unless that of another answer is longer."""
         other = max(self._matchers, key=lambda matcher: matcher.matched)  # of the newest answers, if both are as long
         if other.matched >= self._min_match and other.matched > self._automaton.matched:
-            draft = list(other.automaton.text[other.after : other.after + min(most, other.matched)])
+            draft = list(other.automaton.text[other.after : other.after + min(max_tokens, other.matched)])
             if draft[:1] != [BETWEEN]:
                 return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
         if self._automaton.matched < self._min_match:
             return []
-        return repeat_from(self._automaton.text, self._automaton.after, min(most, self._automaton.matched))
+        return repeat_from(self._automaton.text, self._automaton.after, min(max_tokens, self._automaton.matched))
 
     def ended(self) -> None:
         if len(self._automaton.text) > self._prompt:

@@ -48,7 +48,7 @@ class Costs:
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self.load = 1.0
 
-    def note(self, rows: int, tokens: int, seconds: float) -> None:
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
         """A pass over so many tokens of each row took so many seconds."""
         costs = self._seconds.setdefault((rows, tokens), deque(maxlen=COSTS_KEPT))
         if costs:
@@ -117,7 +117,7 @@ class Acceptance:
     def __init__(self, max_tokens: int) -> None:
         self._right, self._tried = [0.0] * max_tokens, [0.0] * max_tokens
 
-    def note(self, drafted: int, right: int) -> None:
+    def record(self, drafted: int, right: int) -> None:
         """So many tokens were drafted, and the first `right` of them were accepted."""
         self._right = [DECAY * count for count in self._right]
         self._tried = [DECAY * count for count in self._tried]
@@ -140,7 +140,7 @@ class Pace:
     """The number of tokens that are drafted for each round.
 
     Args:
-        most: maximum tokens of a draft.
+        max_tokens: of a draft.
         free: whether drafts cost nothing: then they are made in any case, and judged also where they are not used.
         fixed: whether drafts always have the maximum length.
         replays: whether a row with a wrong token reads the right tokens of that pass again.
@@ -149,11 +149,11 @@ class Pace:
         length: the length that was chosen last.
     """
 
-    def __init__(self, most: int, free: bool, fixed: bool = False, replays: bool = False) -> None:
-        self.most, self.free, self.fixed, self.replays = most, free, fixed, replays
-        self.length = most if fixed else 0
-        self._sizes = sorted({0, *(size for size in (1, 2, 4, 8, 16, 32, 64) if size < most), most})
-        self._all, self._rows = Acceptance(most), list[Acceptance]()
+    def __init__(self, max_tokens: int, free: bool, fixed: bool = False, replays: bool = False) -> None:
+        self.max_tokens, self.free, self.fixed, self.replays = max_tokens, free, fixed, replays
+        self.length = max_tokens if fixed else 0
+        self._sizes = sorted({0, *(size for size in (1, 2, 4, 8, 16, 32, 64) if size < max_tokens), max_tokens})
+        self._all, self._rows = Acceptance(max_tokens), list[Acceptance]()
         self._costs, self._drafting = Costs(), dict[int, deque[float]]()
         self._unused: list[tuple[list[int], int] | None] = []  # drafts that were not used: tokens, matched so far
         self._rounds_off, self._wait, self._trials = 0, MIN_WAIT, 0
@@ -163,7 +163,7 @@ class Pace:
 
     def join(self, rows: int) -> None:
         """Appends new rows."""
-        self._rows += [Acceptance(self.most) for _ in range(rows)]
+        self._rows += [Acceptance(self.max_tokens) for _ in range(rows)]
         self._unused += [None] * rows
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -173,16 +173,16 @@ class Pace:
 
     # --- the choice -----------------------------------------------------------------------------------------------
 
-    def choose(self, most: int, waiting: int = 0, proposed: Sequence[int] | None = None) -> int:
+    def choose(self, limit: int, waiting: int = 0, proposed: Sequence[int] | None = None) -> int:
         """Tokens to draft for each row in the round that comes; 0 drafts nothing.
 
         Args:
-            most: maximum that the rows can use.
+            limit: maximum that the rows can use.
             waiting: tokens that the pass reads again besides.
             proposed: length of the draft of each row, where drafts are free.
         """
         rows = len(self._rows)
-        longest = min(most, self.most) if proposed is None else min(most, max(proposed, default=0))
+        longest = min(limit, self.max_tokens) if proposed is None else min(limit, max(proposed, default=0))
         if self.fixed:
             return longest
         if longest <= 0 or not self._comparable(rows) or self._rounds_on >= self._use:
@@ -242,7 +242,7 @@ class Pace:
             if not drafted and not waiting and costs.passes(rows, 1):
                 change = abs(seconds / (costs.of(rows, 1) * costs.load) - 1)
                 self._use = min(2 * self._use, MAX_USE) if change < COST_TOLERANCE else MIN_USE
-            costs.note(rows, 1 + drafted + waiting, seconds)
+            costs.record(rows, 1 + drafted + waiting, seconds)
         if drafted:
             self._drafting.setdefault(rows, deque(maxlen=COSTS_KEPT)).append(drafting / drafted / costs.load)
             self._trials = max(0, self._trials - 1)
@@ -250,12 +250,12 @@ class Pace:
     def record_acceptance(self, drafted: Sequence[int], right: Sequence[int]) -> None:
         """Of so many drafted tokens of each row, so many were right."""
         for row, (count, hits) in enumerate(zip(drafted, right, strict=True)):
-            self._note(row, count, hits)
+            self._record(row, count, hits)
 
-    def _note(self, row: int, drafted: int, right: int) -> None:
+    def _record(self, row: int, drafted: int, right: int) -> None:
         if drafted:
-            self._rows[row].note(drafted, right)
-            self._all.note(drafted, right)
+            self._rows[row].record(drafted, right)
+            self._all.record(drafted, right)
 
     def add_unused(self, proposals: Sequence[Sequence[int]]) -> None:
         """Drafts that are not used: `match_unused` judges them as the tokens come."""
@@ -263,9 +263,9 @@ class Pace:
             if tokens and self._unused[row] is None:
                 self._unused[row] = list(tokens), 0
 
-    def match_unused(self, got: Sequence[Sequence[int]]) -> None:
+    def match_unused(self, received: Sequence[Sequence[int]]) -> None:
         """Compares the tokens that each row received with its unused proposals, and counts the hits."""
-        for row, tokens in enumerate(got):
+        for row, tokens in enumerate(received):
             for token in tokens:
                 unused = self._unused[row]
                 if unused is None:
@@ -275,7 +275,7 @@ class Pace:
                     self._unused[row] = draft, right + 1
                     continue
                 self._unused[row] = None
-                self._note(row, len(draft), right + (draft[right] == token))
+                self._record(row, len(draft), right + (draft[right] == token))
 
     def seconds_without(self, rows: int) -> float | None:
         """Seconds of a round without drafts; None where neither these rows nor about so many were measured."""
