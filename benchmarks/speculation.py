@@ -300,7 +300,7 @@ def measure_change(figure: Path | None, part: int = 240) -> dict[str, Any]:
         scripted = True
         admission = decoder.admission(batched=False)
         admission.add([decoder.pending(TokenSequence(0, prompt, len(script)))])
-        while admission.read(decoder.step_size):
+        while admission.read([decoder.step_size]):
             pass
         decoder.join(*admission.take_finished())
         counts, told, times, lengths = SpeculationStatistics(), list[int](), list[float](), list[int]()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import ModelOptions, PromptOptions, note_context, prefill_option, short_name
 from mlx_kv.cli.options import Parsed, command, option, options, plot_option
 from mlx_kv.cli.output import aligned, check_json, check_plot, prefill_bar, save_figure, save_json, say
@@ -185,7 +184,7 @@ def draw(name: str, policy: CachePolicy, inspection: Inspection, file: Path) -> 
 
 
 @command("inspect", epilog=EXAMPLES, short_help="Show which tokens of a prompt a budget keeps.")
-@options(ModelOptions, "chosen", "name")
+@options(ModelOptions, "model", "name")
 @options(PromptOptions, "prompt")
 @option("--ignore-chat-template", is_flag=True, section="Prompt", help="Read the prompt as plain text.")
 @prefill_option("Prompt tokens per pass of the model.  [default: as generate, at most max-write]")
@@ -235,7 +234,7 @@ def draw(name: str, policy: CachePolicy, inspection: Inspection, file: Path) -> 
     help="The layer for --text.  [default: what most layers and heads evicted]",
 )
 def inspect_command(
-    chosen: ModelOptions,
+    model: ModelOptions,
     prompt: PromptOptions,
     ignore_chat_template: bool,
     prefill_step_size: int | None,
@@ -279,11 +278,9 @@ def inspect_command(
     from mlx_kv.generation.prefill import Instructions, prefill_step
     from mlx_kv.inspection import inspect_policies
     from mlx_kv.mlxlm.convert import make_prompt_cache
-    from mlx_kv.mlxlm.loading import load
 
-    model = chosen.name
-    network, tokenizer = load(model_path(model))
-    policy = settings.policy(settings.calibration_for(network, model, recommend=False))
+    network, tokenizer = model.load()
+    policy = settings.policy(settings.calibration_for(network, model.name, recommend=False))
     policies = {score: replace(policy, score=score) for score in scores or ()} or {str(policy.score): policy}
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
@@ -302,18 +299,18 @@ def inspect_command(
         what = "1 layer has" if others == 1 else f"{others:,} layers have"
         say(f"note: {what} a window or a state instead of a budget, not listed")
 
-    name = short_name(model)
+    name = short_name(model.name)
     if plot is not None:
         draw(name, policy, each[0], plot)
     if to_json is not None:
         check_json(to_json, JSON_KEYS, force)  # it may have come meanwhile
-        save_json(inspection_json(model, policy, inspections, bool(scores)), to_json)
+        save_json(inspection_json(model.name, policy, inspections, bool(scores)), to_json)
     if as_text:
         dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         marked_text = text_lines(tokenizer, tokens, evicted, dim)
         click.echo(marked_text, nl=not marked_text.endswith("\n"), color=dim)
     elif json_file == "-":
-        click.echo(inspection_json(model, policy, inspections, bool(scores)))
+        click.echo(inspection_json(model.name, policy, inspections, bool(scores)))
     else:
         first, budget = each[0], f"budget {policy.budget:,}"
         by = [allocation_in_words(policy)] if scores else [f"score {policy.score}", allocation_in_words(policy)]

@@ -22,7 +22,9 @@ def call(
     files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, reference: Any, draft: Any
 ) -> Any:
     """`mlx-kv batch` in this process, with models that are loaded once for all tests."""
-    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: (draft, None) if "draft" in path else reference)
+    monkeypatch.setattr(
+        "mlx_kv.mlxlm.loading.load", lambda path, **options: (draft, None) if "draft" in path else reference
+    )
     return lambda *arguments: Called(capsys, monkeypatch, *files.options(), *map(str, arguments))
 
 

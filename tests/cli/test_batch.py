@@ -208,7 +208,7 @@ def test_a_dash_is_standard_input_and_output(
     files: Files, tmp_path: Path, capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, reference: Any
 ) -> None:
     """Both, and each beside a file; a file of that name is ./-."""
-    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
     monkeypatch.chdir(tmp_path)
     files.ask(*PROMPTS[:3], "{")
 

@@ -24,7 +24,7 @@ SMALL = ("--kv-budget", "40", "--kv-keep-recent", "8", "--kv-margin", "0", "--ma
 
 @pytest.fixture
 def call(command: Any, monkeypatch: pytest.MonkeyPatch, reference: Any) -> Any:
-    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)  # once for all tests
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)  # once for all tests
     return lambda *arguments: command("inspect", *arguments)
 
 

@@ -166,7 +166,7 @@ def test_json_replaces_nothing_but_such_json(
                 assert message in done.err or "is a directory" in done.err
             after = os.lstat(tmp_path / name)
             assert (before.st_ino, before.st_mode, before.st_size) == (after.st_ino, after.st_mode, after.st_size)
-    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
     path.chmod(0o600)
     assert command(*PICTURE, "--json", path, "--force").code == 0
     written = path.read_bytes()
@@ -182,7 +182,7 @@ def test_json_that_came_meanwhile_stays(
 ) -> None:
     path = tmp_path / "kept.json"
 
-    def load(model: str) -> Any:
+    def load(model: str, **options: Any) -> Any:
         path.write_text("precious")
         return reference
 
@@ -219,7 +219,7 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
     path = tmp_path / "a.png"
     path.write_text("somebody's")
     path.chmod(0o600)
