@@ -254,9 +254,17 @@ class RowMemory:
         Layers whose score wants it hold the prompt and the part that is repeated, in slots that are allocated at the
         first token; all others are copied for the repetition (`generation.prefill`).
         """
-        if self.instructions is None:
+        if (instructions := self.instructions) is None:
             return 0
-        whole = self._slots_of_both(prompt, tokens, multiple, self.instructions)
+        chunk = instructions.chunk_after(prompt)
+        first = len(instructions.first) + len(instructions.answer) + min(chunk, prompt)
+        later = 0
+        if prompt > chunk:
+            later = len(instructions.later) + OVERLAP + len(instructions.answer) + min(chunk, prompt - chunk)
+        # Slots for the prompt and the longest part that is repeated: as reserved, or grown where that is too few.
+        whole, needed = round_up(max(tokens, prompt + first + OVERLAP), multiple), prompt + max(first, later)
+        if needed > whole:
+            whole = needed if multiple == 1 else self.growth.capacity(needed, whole)
         sizes = [
             (layer, count, whole)
             if layer.read_twice
@@ -264,20 +272,6 @@ class RowMemory:
             for layer, count in self.layers
         ]
         return self._most(sizes, whole)
-
-    def _slots_of_both(self, prompt: int, tokens: int, multiple: int, instructions: Instructions) -> int:
-        """Slots for a prompt and the longest part that is repeated: as reserved, or grown where that is too few."""
-        chunk = instructions.chunk_after(prompt)
-        first = len(instructions.first) + len(instructions.answer) + min(chunk, prompt)
-        later = (
-            0
-            if prompt <= chunk
-            else len(instructions.later) + OVERLAP + len(instructions.answer) + min(chunk, prompt - chunk)
-        )
-        reserved, needed = round_up(max(tokens, prompt + first + OVERLAP), multiple), prompt + max(first, later)
-        if needed <= reserved:
-            return reserved
-        return needed if multiple == 1 else self.growth.capacity(needed, reserved)
 
     def _most(self, sizes: Sequence[tuple[Layer, int, int]], tokens: int) -> int:
         """The most bytes of layers, each with how many caches are alike, and their slots, up to so many tokens.
@@ -499,8 +493,18 @@ def of_ranks(
     return split, parts
 
 
-def config_dtype(config: dict[str, Any]) -> str:
-    """The name of the dtype that a configuration gives its weights: one of `DTYPES`, bfloat16 by default."""
+# --- this device ------------------------------------------------------------------------------------------------------
+
+DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
+
+
+def device_dtype(config: dict[str, Any]) -> str:
+    """The name of the dtype in which the model of a configuration computes here, one of `DTYPES`.
+
+    On a CPU float32 (`mlxlm.loading`), else that of its weights: bfloat16 where the configuration does not say.
+    """
+    if on_cpu():
+        return "float32"
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
@@ -508,16 +512,6 @@ def config_dtype(config: dict[str, Any]) -> str:
             if name in DTYPES:
                 return name
     return "bfloat16"
-
-
-# --- this device ------------------------------------------------------------------------------------------------------
-
-DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
-
-
-def device_dtype(config: dict[str, Any]) -> str:
-    """The name of the dtype in which the model of a configuration computes here: on a CPU float32 (`mlxlm.loading`)."""
-    return "float32" if on_cpu() else config_dtype(config)
 
 
 def default_limit() -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mlx_kv.cache.attention import Operand, operand_of
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import TAIL_MULTIPLE, round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Row
 
@@ -86,24 +86,18 @@ def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:
     if more == 0:
         return
     assert buffers is not None
-    if more > 0:
-        capacity = round_up(row.end - more + 1, TAIL_MULTIPLE)
-        keys, values = (SlotBuffer.in_order([(buffer, more, row.end)], capacity) for buffer in buffers)
-    else:
-        parts, end = [], 0
-        for segment, count in chain:
-            first, last = max(tokens - end, 0), min(row.shared - end, count)
-            if first < last:
-                parts.append((segment.buffers, first, last))
-            end += count
-        capacity = round_up(row.end - more + 1)
-        keys, values = (
-            SlotBuffer.in_order(
-                [*((stored[which], first, last) for stored, first, last in parts), (buffers[which], 0, row.end)],
-                capacity,
-            )
-            for which in range(2)
-        )
+    parts, end = [], 0  # buffers, and which of their slots [first, last)
+    for segment, count in chain:
+        first, last = max(tokens - end, 0), min(row.shared - end, count)
+        if first < last:  # none where the cache reads more from its chain than before
+            parts.append((segment.buffers, first, last))
+        end += count
+    parts.append((buffers, max(more, 0), row.end))
+    capacity = round_up(row.end - more + 1, TAIL_MULTIPLE if more > 0 else SLOT_MULTIPLE)
+    keys, values = (
+        SlotBuffer.in_order([(stored[which], first, last) for stored, first, last in parts], capacity)
+        for which in range(2)
+    )
     cache.buffers = keys, values
     cache.rows = (row._replace(start=row.start - more, shared=row.shared + more),)
     cache.announced = tuple([count and max(0, count - more) for count in cache.announced])

@@ -387,20 +387,14 @@ class ConcatenateState(Listed):
     values: Array | None
 
     def __post_init__(self) -> None:
-        _check_planes([self.keys], [self.values], PLAIN, self.tokens)
-
-    @property
-    def tokens(self) -> int:
-        """In the first slots, at least."""
-        return 0
+        _check_planes([self.keys], [self.values], PLAIN)
 
 
 class PlainState(ConcatenateState):
     offset: Count
 
-    @property
-    def tokens(self) -> int:
-        return self.offset
+    def __post_init__(self) -> None:
+        _check_planes([self.keys], [self.values], PLAIN, self.offset)
 
 
 class ChunkedState(ConcatenateState):
@@ -408,9 +402,8 @@ class ChunkedState(ConcatenateState):
     chunk_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
     start_position: Count
 
-    @property
-    def tokens(self) -> int:
-        return self.offset - self.start_position
+    def __post_init__(self) -> None:
+        _check_planes([self.keys], [self.values], PLAIN, self.offset - self.start_position)
 
 
 class RotatingState(ConcatenateState):
@@ -452,8 +445,8 @@ class QuantizedState(Listed):
         _check_planes(self.keys or [], self.values or [], find_codecs(self.bits, self.group_size), self.offset)
 
 
-def _check_planes(keys: list[Any], values: list[Any], codecs: Codecs, tokens: int) -> None:
-    """Raises ValueError unless planes, or None for each, are what the codecs make of so many tokens."""
+def _check_planes(keys: list[Any], values: list[Any], codecs: Codecs, tokens: int = 0) -> None:
+    """Raises ValueError unless planes, or None for each, are what the codecs make of so many tokens, or of more."""
     slots = 0
     if any(plane is not None for plane in (*keys, *values)):
         check_planes(keys, values, codecs)

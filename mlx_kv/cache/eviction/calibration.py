@@ -195,18 +195,12 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_type("fingerprint", self.fingerprint, str, "give that of a model, 32 hex digits")
-        check_type("layers", self.layers, tuple, "give a tuple of the weights of each layer")
         check_type("details", self.details, Mapping, "give a dict of what JSON can hold")
-        check_type("losses", self.losses, tuple, "give those of mlx_kv.calibrate or of a file")
-        check_type("centres", self.centres, tuple, "give those of mlx_kv.calibrate or of a file")
-        if not all(isinstance(loss, BitsLoss) for loss in self.losses):
-            raise TypeError("losses has an element that is not a BitsLoss: give those of mlx_kv.calibrate or of a file")
-        if not all(isinstance(centre, Centre | None) for centre in self.centres):
-            raise TypeError("centres has an element that is no Centre: give those of mlx_kv.calibrate or of a file")
-        if not all(isinstance(layer, FittedLayer) for layer in self.layers):
-            raise TypeError(
-                "layers has an element that is not a FittedLayer: give those of mlx_kv.calibrate or of a file"
-            )
+        kinds: dict[str, Any] = {"layers": FittedLayer, "losses": BitsLoss, "centres": Centre | None}
+        for name, kind in kinds.items():
+            check_type(name, getattr(self, name), tuple, "give those of mlx_kv.calibrate or of a file")
+            for element in getattr(self, name):
+                check_type(f"an element of {name}", element, kind, "give those of mlx_kv.calibrate or of a file")
         object.__setattr__(self, "heads", head_budgets(self.heads))
         if self.layers and len(self.layers) != len(self.heads):
             raise ValueError(

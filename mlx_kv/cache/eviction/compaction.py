@@ -28,7 +28,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers
-from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, as_wide
 from mlx_kv.cache.eviction.scoring import Scoring
 from mlx_kv.cache.layout import Budget, Row
@@ -65,27 +64,14 @@ class CompactionStep:
     """The next compaction of a cache, valid until its rows or buffers change.
 
     Args:
-        layout: the budget.
-        scope: which heads and layers keep the same tokens.
-        rows, buffers: of the cache.
-        kept: positions and scores of the tokens before the cut.
-        scoring: the scores of the same tokens.
+        scoring: the scores of the tokens of a cache, and where they are.
         counts: (evictable tokens that were read, heads) -> evictable tokens that each of these heads keeps; None where
             that is not fixed.
     """
 
-    def __init__(
-        self,
-        layout: Budget,
-        scope: Scope,
-        rows: tuple[Row, ...],
-        buffers: Buffers,
-        kept: KeptTokens,
-        scoring: Scoring,
-        counts: Callable[[int, int], Sequence[int]] | None = None,
-    ) -> None:
-        self.rows, self.buffers, self.scoring = rows, buffers, scoring
-        self._layout, self._scope, self._kept, self._counts = layout, scope, kept, counts
+    def __init__(self, scoring: Scoring, counts: Callable[[int, int], Sequence[int]] | None = None) -> None:
+        self.scoring, self.rows, self.buffers = scoring, scoring.rows, scoring.buffers
+        self._layout, self._scope, self._kept, self._counts = scoring.layout, scoring.scope, scoring.kept, counts
 
     @property
     def nbytes(self) -> int:
@@ -165,8 +151,7 @@ class CompactionStep:
         moves = side_by_side({i: plan.moves for i, plan in plans.items()}, len(rows))
         positions = {i: self._positions(i) for i in plans}
         scores = {i: self.scoring.before_recent(i) for i in plans} if self.scoring.per_token else None
-        by_head = self._scope in BY_HEAD
-        dead = {i: plan.dead for i, plan in plans.items() if plan.dead is not None and by_head}
+        dead = {i: plan.dead for i, plan in plans.items() if plan.dead is not None and self.scoring.by_head}
         kept = kept_after(layout, rows, after, moves, self._kept, positions, scores, dead)
         return with_slides(layout, rows, after, moves), kept, after
 

@@ -420,12 +420,9 @@ class Evictor:
         rows, buffers = self._contents()
         if self.observation is not None:
             self.observation.settle(rows)
-        kept, reread = self.metadata.kept, self.metadata.reread
-        scoring = Scoring(
-            self.layout, self.score, self.scope, rows, buffers, kept, self.observation, reread, self.layer
-        )
-        counts = None if self.table is None else self.counts
-        return CompactionStep(self.layout, self.scope, rows, buffers, kept, scoring, counts)
+        cache = self.layout, self.score, self.scope, rows, buffers, self.metadata.kept
+        scoring = Scoring(*cache, self.observation, self.metadata.reread, self.layer)
+        return CompactionStep(scoring, None if self.table is None else self.counts)
 
 
 # --- the rows of one evictor ------------------------------------------------------------------------------------------

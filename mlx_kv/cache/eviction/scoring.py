@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.checks import Count
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
@@ -56,6 +56,10 @@ class Scoring:
         observation: of the attention over them, if the score uses any; it is settled.
         reread: by row, what tokens received in a second pass; empty where there was none.
         layer: of the model's layers of full attention.
+
+    Attributes:
+        by_head: whether each head keeps its own tokens.
+        per_token: whether each token is scored only once.
     """
 
     def __init__(
@@ -63,15 +67,16 @@ class Scoring:
         layout: Budget,
         score: Score,
         scope: Scope,
-        rows: Sequence[Row],
-        buffers: Sequence[SlotBuffer],
+        rows: tuple[Row, ...],
+        buffers: Buffers,
         kept: KeptTokens,
         observation: Observation | None = None,
         reread: Sequence[SecondPassShares | None] = (),
         layer: int = 0,
     ) -> None:
-        self._layout, self._score, self._by_head, self._layer = layout, score, scope in BY_HEAD, layer
-        self._rows, self._buffers, self._kept, self._reread = rows, buffers, kept, reread
+        self.layout, self._score, self.scope, self._layer = layout, score, scope, layer
+        self.rows, self.buffers, self.kept, self._reread = rows, buffers, kept, reread
+        self.by_head, self.per_token = scope in BY_HEAD, score.per_token
         self._observation = None if observation is None or len(observation.ends) != len(rows) else observation
         self._uneven = kept.dead is not None
         self._alike = not self._uneven and all(row == rows[0] for row in rows)
@@ -81,11 +86,6 @@ class Scoring:
         # By row; of all rows together by None.
         self._before_recent: dict[int | None, mx.array] = {}
 
-    @property
-    def per_token(self) -> bool:
-        """Whether each token is scored only once."""
-        return self._score.per_token
-
     def check_finite(self, scores: mx.array) -> None:
         """Raises ValueError for scores that cannot be ranked."""
         if not mx.isfinite(scores).all().item():
@@ -93,11 +93,11 @@ class Scoring:
 
     def live(self, index: int) -> mx.array:
         """The present scores of all live slots of one row, (H', n)."""
-        return self._with_known(index, self._new_scores(index, self._rows[index].end))[0]
+        return self._with_known(index, self._new_scores(index, self.rows[index].end))[0]
 
     def evictable(self, index: int) -> mx.array:
         """The scores of the evictable slots of one row, (H', n - sinks - keep_recent)."""
-        return self.before_recent(index)[:, self._layout.sinks : self._rows[index].end - self._layout.keep_recent]
+        return self.before_recent(index)[:, self.layout.sinks : self.rows[index].end - self.layout.keep_recent]
 
     def standardised(self, index: int) -> mx.array:
         """The scores of the evictable slots of one row, with mean 0 and deviation 1 in each head.
@@ -119,8 +119,8 @@ class Scoring:
         which = self._which(index)
         if which in self._before_recent:
             return None
-        row = self._rows[index]
-        return self._new_scores(which, row.end - self._layout.keep_recent if self.per_token else row.end)
+        row = self.rows[index]
+        return self._new_scores(which, row.end - self.layout.keep_recent if self.per_token else row.end)
 
     def set_heads(self, index: int, scores: mx.array) -> None:
         """Sets the scores of all heads, (B or 1, all heads, n), from which those of this cache follow."""
@@ -132,15 +132,15 @@ class Scoring:
 
     def _known(self, index: int | None) -> mx.array | None:
         """The scores of tokens before the cut that are not computed again, (B or 1, H', cut); None where all are."""
-        known, row = self._kept.scores, self._rows[index or 0]
-        if not self._score.per_token or row.evicted <= 0 or known is None:
+        known, row = self.kept.scores, self.rows[index or 0]
+        if not self.per_token or row.evicted <= 0 or known is None:
             return None
-        known = known[..., : self._layout.cut_of(row)]
+        known = known[..., : self.layout.cut_of(row)]
         return known if index is None else known[index : index + 1]
 
     def _with_known(self, index: int | None, scores: mx.array) -> mx.array:
         """Known scores, and after them new ones of all heads, (B or 1, H', n)."""
-        if not self._by_head:
+        if not self.by_head:
             scores = scores.mean(axis=1, keepdims=True)
         known = self._known(index)
         return scores if known is None else mx.concatenate([known, scores], axis=2)
@@ -150,14 +150,14 @@ class Scoring:
 
         Where heads keep different numbers of tokens, each is scored alone, and dead slots score 0.
         """
-        first = 0 if self._known(index) is None else self._layout.cut_of(self._rows[index or 0])
-        which = range(len(self._rows)) if index is None else [index]
-        live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
+        first = 0 if self._known(index) is None else self.layout.cut_of(self.rows[index or 0])
+        which = range(len(self.rows)) if index is None else [index]
+        live = [self.kept.live_positions(self.layout, self.rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
-        row = self._rows[index or 0]
-        if index is not None and row.evicted > 0 and first == 0 and self._kept.dead is not None:
-            gaps: list[int] = self._kept.dead[index].tolist()  # type: ignore[assignment]
-            ends = [(self._layout.cut_of(row) - gap, self._layout.cut_of(row)) for gap in gaps]
+        row = self.rows[index or 0]
+        if index is not None and row.evicted > 0 and first == 0 and self.kept.dead is not None:
+            gaps: list[int] = self.kept.dead[index].tolist()  # type: ignore[assignment]
+            ends = [(self.layout.cut_of(row) - gap, self.layout.cut_of(row)) for gap in gaps]
             return mx.concatenate([self._of_head(index, h, *ends[h], positions) for h in range(len(ends))], axis=1)
 
         def planes(buffer: SlotBuffer) -> Planes:
@@ -177,9 +177,9 @@ class Scoring:
             line = x[:1, head : head + 1, : positions.shape[2]]
             return mx.concatenate([line[:, :, :end], line[:, :, cut:]], axis=2)
 
-        read = [tuple([own(plane[index : index + 1]) for plane in buffer.planes]) for buffer in self._buffers]
+        read = [tuple([own(plane[index : index + 1]) for plane in buffer.planes]) for buffer in self.buffers]
         attention = of_head(self._attention(index, positions), head, positions.shape[1], own)
-        scores = self._call(lambda buffer: read[buffer is self._buffers[1]], own(positions), attention, head)
+        scores = self._call(lambda buffer: read[buffer is self.buffers[1]], own(positions), attention, head)
         return mx.concatenate([scores[..., :end], mx.zeros((1, 1, cut - end)), scores[..., end:]], axis=2)
 
     def _call(
@@ -201,13 +201,13 @@ class Scoring:
             return lambda which: buffer.decode(tuple([take_tokens(plane, which) for plane in planes(buffer)]), head)
 
         # Lazy: where a score reads parts, these whole arrays are never evaluated.
-        keys, values = (buffer.decode(planes(buffer), head) for buffer in self._buffers)
+        keys, values = (buffer.decode(planes(buffer), head) for buffer in self.buffers)
         tokens = ScoredTokens(
             keys=keys,
             values=values,
             positions=positions,
-            key_part=part(self._buffers[0]),
-            value_part=part(self._buffers[1]),
+            key_part=part(self.buffers[0]),
+            value_part=part(self.buffers[1]),
             layer=self._layer,
             **attention,
         )
@@ -227,10 +227,10 @@ class Scoring:
         Args:
             positions: (B, H', n), of the tokens that are scored.
         """
-        which = range(len(self._rows)) if index is None else [index]
+        which = range(len(self.rows)) if index is None else [index]
         fields: dict[str, Any] = {}
         if self._score.wants is not None and self._score.wants.reread:
-            unread = mx.full((self._buffers[0].planes[0].shape[1], positions.shape[2]), NOT_READ)
+            unread = mx.full((self.buffers[0].planes[0].shape[1], positions.shape[2]), NOT_READ)
             reread = [self._reread[i] if self._reread else None for i in which]
             received = [unread if shares is None else shares.at(positions[at]) for at, shares in enumerate(reread)]
             fields["reread"] = mx.stack(received)
