@@ -78,7 +78,7 @@ class Layer:
         heads, key_dim, value_dim: of each token, before any quantisation.
         bytes_per_slot: of one sequence, all heads, keys and values, as a policy stores them.
         plain_bytes_per_slot: the same before they are quantised.
-        most_slots: maximum slots of a sequence under a policy, except during a second pass over its prompt.
+        max_slots: maximum slots of a sequence under a policy, except during a second pass over its prompt.
         state_bytes: of one sequence at any context: recurrent state, including the states for rollback while it
             decodes, or the ring of a residual, which is allocated at the first token.
         records: what a budget records of tokens; None without one.
@@ -92,7 +92,7 @@ class Layer:
     value_dim: int = 0
     bytes_per_slot: int = 0
     plain_bytes_per_slot: int = 0
-    most_slots: int = NO_LIMIT
+    max_slots: int = NO_LIMIT
     state_bytes: int = 0
     records: TokenRecords | None = None
     ours: bool = True
@@ -123,7 +123,7 @@ def double_window(layer: Layer, context: int) -> int:
 
 def as_laid_out(layer: Layer, context: int) -> int:
     """The slots of the policy's layout: window + max_write - 1 where there is a window."""
-    return min(context, layer.most_slots)
+    return min(context, layer.max_slots)
 
 
 def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCommunicator) -> list[Any]:
@@ -147,10 +147,10 @@ def _describe(stock_cache: Any, plain: Any, stored: Any, step: int, chunk: int) 
         return Layer(kind, state_bytes=(1 + kept) * state, ours=False)
     if kind is None or stored.keys is None:  # unknown, or no layer writes to it
         return Layer(f"not planned: {type(stock_cache).__name__}", ours=False)
-    evictor, most_slots = stored.evictor, stored.layout.enough_slots
+    evictor, max_slots = stored.evictor, stored.layout.enough_slots
     heads = plain.keys.shape[1]
     if evictor is not None:  # rings do not grow for a longer write
-        most_slots += _longer(evictor, heads) + max(0, chunk - stored.layout.max_write)
+        max_slots += _longer(evictor, heads) + max(0, chunk - stored.layout.max_write)
     return Layer(
         kind,
         window=plain.layout.window if kind == "sliding" else window,
@@ -159,7 +159,7 @@ def _describe(stock_cache: Any, plain: Any, stored: Any, step: int, chunk: int) 
         value_dim=plain.values.shape[3],
         bytes_per_slot=sum(buffer.bytes_per_slot for buffer in stored.view.buffers),
         plain_bytes_per_slot=sum(buffer.bytes_per_slot for buffer in plain.view.buffers),
-        most_slots=most_slots,
+        max_slots=max_slots,
         state_bytes=stored.nbytes_residual,
         records=None if evictor is None else _records(evictor, heads, step),
     )

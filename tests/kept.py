@@ -137,7 +137,7 @@ class Kept:
                 self.gone[row][head] |= {p for p in self.alive[row][head] if p not in told}
         self.asked = {}
 
-    def most_trim(self, row: int, length: int) -> int:
+    def max_trim(self, row: int, length: int) -> int:
         return length - self.base[row] if any(self.gone[row]) else length
 
     def trim(self, row: int, length: int) -> None:

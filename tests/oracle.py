@@ -54,7 +54,7 @@ class Spec:
     carries: bool = False  # something that shows it its attention, which it can then answer itself
 
     @property
-    def most_slots(self) -> int | None:
+    def max_slots(self) -> int | None:
         """What a bounded cache may use."""
         if self.chunk is not None:
             return self.chunk + self.max_write
@@ -134,7 +134,7 @@ def live_slots(cache: KVCache, row: Row) -> set[int]:
     layout = cache.layout
     if cache.evictor is not None:
         return set(range(row.end))
-    first = row.offset - layout.most_trim(row)
+    first = row.offset - layout.max_trim(row)
     parts = Spec(ring=layout.window, chunk=layout.chunk_size, sinks=layout.sinks)
     return {layout.slot(row, p) for p in range(row.offset) if p >= first or sees(parts, first, p)}
 
@@ -303,10 +303,10 @@ class Twins:
     def trim(self, counts: Sequence[int]) -> None:
         """Trims, or finds that the cache refuses and is as it was."""
         held = self.cache.view.rows
-        allowed = all(n <= self.cache.layout.most_trim(row) for n, row in zip(counts, held, strict=True))
+        allowed = all(n <= self.cache.layout.max_trim(row) for n, row in zip(counts, held, strict=True))
         if self.kept is not None:
             lengths = self.lengths()
-            assert allowed == all(n <= self.kept.most_trim(i, lengths[i]) for i, n in enumerate(counts))
+            assert allowed == all(n <= self.kept.max_trim(i, lengths[i]) for i, n in enumerate(counts))
         if not (allowed and self.seen_again(counts)):
             assert not self.cache.is_trimmable()
             for cache in self.each():
@@ -366,7 +366,7 @@ class Twins:
             offset = cache.offset
             known = [offset] * len(lengths) if isinstance(offset, int) else offset.tolist()
             assert known == lengths
-            most = self.spec.most_slots
+            most = self.spec.max_slots
             if self.kept is not None:
                 gone = [sum(map(len, heads)) / HEADS for heads in self.kept.gone]
                 assert cache.size() == max(n - own for n, own in zip(lengths, gone, strict=True))

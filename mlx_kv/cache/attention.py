@@ -281,8 +281,8 @@ def _own_groups(x: mx.array) -> mx.array:
 
 # Scores of a block, of all rows and heads: 1 MB, which stays in a CPU's caches; a GPU needs fewer and larger kernels.
 BLOCK_SCORES = {mx.DeviceType.cpu: 2**18, mx.DeviceType.gpu: 2**25}
-LEAST_QUERIES = 32  # of a block: fewer make poor products
-LEAST_ROWS = 96  # of a product, where many query heads have their queries in it
+MIN_BLOCK_QUERIES = 32  # of a block: fewer make poor products
+MIN_PRODUCT_ROWS = 96  # of a product, where many query heads have their queries in it
 FUSED_QUERIES = 128  # of a block: with fewer, MLX's fused attention has too few parts to occupy a GPU
 # Of the exponential.
 LOG2_E = 1.4426950408889634
@@ -301,7 +301,7 @@ SERIES_OF_2 = (
     6.9314720574e-1,
     1.0000000006,
 )
-LEAST_POWER = -127.0  # the exponent of 0
+ZERO_POWER = -127.0  # the exponent of 0
 STRIPES = 16  # of slots, whose maxima are taken side by side
 MIN_POWER = -126.0  # 2^y below is not a normal number: 0
 MAX_X = 88.0  # e^x above is not a finite float
@@ -326,7 +326,7 @@ def attend(
     """
     (rows, query_heads, new, dim), (_, heads, slots, _) = queries.shape, keys.shape
     queries = queries * scale
-    block = max(LEAST_QUERIES, BLOCK_SCORES[mx.default_device().type] // (rows * query_heads * slots))
+    block = max(MIN_BLOCK_QUERIES, BLOCK_SCORES[mx.default_device().type] // (rows * query_heads * slots))
     outputs = []
     for first in range(0, new, block):
         last = min(first + block, new)
@@ -368,7 +368,7 @@ def attend_partly(
     (rows, query_heads, new, dim), heads = queries.shape, keys.shape[1]
     slots = keys.shape[2] if slots is None else slots
     # Queries of all query heads of a KV head are one product: with many of them, few queries make a good one.
-    least = max(1, LEAST_ROWS * heads // query_heads)
+    least = max(1, MIN_PRODUCT_ROWS * heads // query_heads)
     block = max(least, BLOCK_SCORES[mx.default_device().type] // (rows * query_heads * slots))
     partials = []
     for first in range(0, new, block):
@@ -485,7 +485,7 @@ def softmax_powers(scores: mx.array, largest: mx.array) -> mx.array:
     for 2^(y - n), relative error 2e-9 (least squares with weights that make the largest error least). The
     rounding of y to 24 bits is a relative error of 6e-8 |x|, which is small where a power counts in a softmax.
     """
-    y = mx.maximum((scores - largest) * LOG2_E, LEAST_POWER)
+    y = mx.maximum((scores - largest) * LOG2_E, ZERO_POWER)
     rounded = y + ROUNDS
     rest = y - (rounded - ROUNDS)
     power = mx.array(SERIES_OF_2[0], mx.float32)
@@ -607,7 +607,7 @@ class ResidualAttention:
         slots = key_positions(plan)
         slots = slots[None, None, None] if slots.ndim == 1 else slots  # (B, 1, 1, K)
         beside = mx.array(places.positions)[:, None, None]  # (B, 1, 1, m)
-        near = slots > queries - length  # hidden: they are read from the residual, which holds all (`most_trim`)
+        near = slots > queries - length  # hidden: they are read from the residual, which holds all (`max_trim`)
         layout = plan.layout
         shown = visible(beside, queries, layout.window, layout.sinks, layout.chunk_size)
         shown = shown & (beside > queries - length)

@@ -142,7 +142,7 @@ class SlotBuffer:
                     plane[:, :, slot : slot + count] = part
             return
         # Tokens of one scatter must go to distinct slots: a write longer than the ring is split.
-        turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)
+        turn = min(plan.new, plan.layout.max_slots - plan.layout.sinks)
         for first in range(0, plan.new, turn):
             last = min(first + turn, plan.new)
             # Padding goes to the last slot, which is never read.

@@ -146,19 +146,19 @@ class Plain:
 # right: on a CPU it corrupts memory for other sizes.
 
 
-LEAST_POWER, MOST_POWER = 16, 256  # channels that one transform mixes
+MIN_MIXED, MAX_MIXED = 16, 256  # channels that one transform mixes
 
 
 def power_of_two_in(dim: int) -> int:
-    """The largest power of two that divides it, MOST_POWER at most."""
-    return min(dim & -dim, MOST_POWER)
+    """The largest power of two that divides it, MAX_MIXED at most."""
+    return min(dim & -dim, MAX_MIXED)
 
 
 def check_rotation(name: str, dim: int) -> None:
     """Raises ValueError for a head dim of "keys" or "values" (`name`) that cannot be mixed well."""
-    if dim < LEAST_POWER or power_of_two_in(dim) < LEAST_POWER:
+    if dim < MIN_MIXED or power_of_two_in(dim) < MIN_MIXED:
         raise ValueError(
-            f"{name} have head dim {dim}, which {LEAST_POWER} does not divide, so they cannot be rotated; leave it out"
+            f"{name} have head dim {dim}, which {MIN_MIXED} does not divide, so they cannot be rotated; leave it out"
         )
 
 

@@ -298,7 +298,7 @@ class KVCache:
         elif needed > self.capacity or layout is not before or layout is self._room.next_layout:
             self.growths += needed > self.capacity
             capacity = self._next_capacity(layout, needed)
-            change_layout(self.buffers, before, layout, rows, capacity, min(max(plan.filled, 0), layout.most_slots))
+            change_layout(self.buffers, before, layout, rows, capacity, min(max(plan.filled, 0), layout.max_slots))
         if due and not self.encoded:
             self._encode(self.codecs)
         assert self.buffers is not None
@@ -407,7 +407,7 @@ class KVCache:
     def _update_groups(self, groups: HeadGroups, plan: Plan, keys: mx.array, values: mx.array) -> Fetched | None:
         """As `_fast_update`. What it returns is not what attention reads: `attend` does that."""
         _, _, *alike = self._signature
-        if plan.needed > groups.most or not (plan.steady and groups.attended):
+        if plan.needed > groups.max_slots or not (plan.steady and groups.attended):
             return None
         if not isinstance(values, type(keys)) or [keys.shape, values.shape, keys.dtype, values.dtype] != alike:
             return None
@@ -489,7 +489,7 @@ class KVCache:
             return
         if evictor.paused or evictor.observation is not None or evictor.second_pass is not None:  # they read slots
             return
-        groups = HeadGroups.where_worth(buffers, layout, row, dead, call.queries.shape[1])
+        groups = HeadGroups.if_smaller(buffers, layout, row, dead, call.queries.shape[1])
         if groups is not None:
             mx.eval(result, groups.arrays)  # a pending read would keep the one buffer
             self._padded, self.groups = None, groups
@@ -505,10 +505,10 @@ class KVCache:
     def most_trims(self) -> tuple[int, ...]:
         """Tokens that each row can drop exactly, so that later queries see what they saw before."""
         layout, residual = self.layout, self.residual
-        most = [layout.most_trim(row) for row in self.rows]
+        most = [layout.max_trim(row) for row in self.rows]
         if residual is not None:
             for i, row in enumerate(self.rows):
-                most[i] = min(most[i], residual.most_trim(i, row.offset, layout.ordered_from(row)))
+                most[i] = min(most[i], residual.max_trim(i, row.offset, layout.ordered_from(row)))
         return tuple(most)
 
     def is_trimmable(self) -> bool:
@@ -837,7 +837,7 @@ class KVCache:
 
     def size(self) -> int:
         """Tokens held by the longest row."""
-        return max(0, *map(self.layout.held, self.rows))
+        return max(0, *map(self.layout.visible_tokens, self.rows))
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
@@ -876,7 +876,7 @@ class KVCache:
     @property
     def used(self) -> int:
         """Number of first slots that contain all tokens of all rows."""
-        return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)
+        return min(max(0, *(row.end for row in self.rows)), self.layout.max_slots)
 
     def round_up(self, slots: int) -> int:
         """The least capacity that holds so many slots."""
@@ -908,7 +908,7 @@ class KVCache:
     @property
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token, and of the residual; without shared segments."""
-        tokens = sum(max(0, self.layout.held(row) - row.shared) for row in self.rows)
+        tokens = sum(max(0, self.layout.visible_tokens(row) - row.shared) for row in self.rows)
         return tokens * self.bytes_per_slot + self.nbytes_residual if self.nbytes else 0
 
     @property

@@ -93,7 +93,7 @@ def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) ->
         length = max(0, row.offset)  # below 0 while left padding is to come
         if not 0 <= count <= length:
             raise ValueError(f"cannot trim {count} tokens: {where} holds {length}; trim by 0 to {length}")
-        if count and count > (most := layout.most_trim(row)):
+        if count and count > (most := layout.max_trim(row)):
             why, fix = layout.refusal(count, most)
             raise ValueError(f"cannot trim {count} tokens: {where} {why}; trim by 0 to {most}, or {fix}")
     return tuple(trimmed(layout, row, count) for row, count in zip(rows, counts, strict=True))
@@ -159,26 +159,26 @@ def reshaped(old: Layout, new: Layout, rows: tuple[Row, ...]) -> tuple[Row, ...]
     as before, or as many as the new room allows.
     """
     more = new.room - old.room
-    if new.most_slots == NO_LIMIT:
+    if new.max_slots == NO_LIMIT:
         return rows
     return tuple([row._replace(high=max(row.offset, row.high + more)) for row in rows])
 
 
 def stay(old: Layout, new: Layout, rows: tuple[Row, ...]) -> bool:
     """Whether all tokens have the same slots in both rooms."""
-    return max([row.end for row in rows]) <= min(old.most_slots, new.most_slots)
+    return max([row.end for row in rows]) <= min(old.max_slots, new.max_slots)
 
 
 def moves_between(old: Layout, new: Layout, row: Row) -> list[tuple[int, int, int]]:
     """How a row's tokens move between two rooms: (slot, new slot, slots) of each contiguous piece."""
-    sinks, fewer = old.sinks, min(old.most_slots, new.most_slots)
+    sinks, fewer = old.sinks, min(old.max_slots, new.max_slots)
     if row.end <= fewer:
         return [(0, 0, row.end)] if row.end > 0 else []
     moves = [(0, 0, sinks)] if sinks else []
     position = max(sinks, row.offset - fewer + sinks)
     while position < row.offset:
         source, target = old.slot(row, position), new.slot(row, position)
-        count = min(row.offset - position, old.most_slots - source, new.most_slots - target)
+        count = min(row.offset - position, old.max_slots - source, new.max_slots - target)
         moves.append((source, target, count))
         position += count
     return moves
@@ -264,7 +264,7 @@ class InOrder:
     __slots__ = ()
     window: ClassVar[None] = None
     chunk_size: ClassVar[None] = None
-    most_slots: ClassVar[int] = NO_LIMIT
+    max_slots: ClassVar[int] = NO_LIMIT
 
     def first_seen(self, position: int) -> int:
         return 0
@@ -305,13 +305,13 @@ class Append(InOrder):
     def parameters(self) -> tuple[str | int, ...]:
         return ("append",)
 
-    def most_trim(self, row: Row) -> int:
+    def max_trim(self, row: Row) -> int:
         return row.offset
 
     def refusal(self, count: int, most: int) -> tuple[str, str]:
         raise AssertionError("every trim of what is held is possible")
 
-    def held(self, row: Row) -> int:
+    def visible_tokens(self, row: Row) -> int:
         return row.offset
 
     def compacted_if_due(self, row: Row) -> Row:
@@ -378,13 +378,13 @@ class Budget(InOrder):
         return max(64, self.budget // 16) if self.margin is None else self.margin
 
     @property
-    def most_held(self) -> int:
+    def compaction_limit(self) -> int:
         """Tokens of a row up to which no compaction is due."""
         return self.budget + self.slack
 
     @property
     def enough_slots(self) -> int:
-        return self.most_held + self.room
+        return self.compaction_limit + self.room
 
     def with_room(self, room: int) -> Self:
         return _with_room(self, room)  # type: ignore[no-any-return]
@@ -405,11 +405,11 @@ class Budget(InOrder):
 
     def due(self, row: Row) -> bool:
         """Whether a row is to be compacted before its next write."""
-        return self.held(row) > self.most_held
+        return self.visible_tokens(row) > self.compaction_limit
 
     def before_due(self, row: Row) -> int:
         """The longest next write that delays no compaction, compared to the same tokens written one by one."""
-        return self.most_held + 1 - self.held(self.compacted_if_due(row))
+        return self.compaction_limit + 1 - self.visible_tokens(self.compacted_if_due(row))
 
     def compacted(self, row: Row, extra_slots: int = 0) -> Row:
         """The row after a compaction to exactly the budget.
@@ -426,7 +426,7 @@ class Budget(InOrder):
         """The position at the cut, before which survivors lie in any order; 0 as long as nothing was evicted."""
         return 0 if row.evicted <= 0 else self.cut_of(row) - row.start
 
-    def most_trim(self, row: Row) -> int:
+    def max_trim(self, row: Row) -> int:
         """All, as long as nothing was evicted; then back to the cut."""
         return row.offset - self.ordered_from(row)
 
@@ -434,7 +434,7 @@ class Budget(InOrder):
         more = self.keep_recent + count - most
         return "has evicted tokens from before its recent ones", f"keep more of them with keep_recent={more}"
 
-    def held(self, row: Row) -> int:
+    def visible_tokens(self, row: Row) -> int:
         """The mean over all heads of all layers, a whole number."""
         return row.end - row.extra_slots + row.shared
 
@@ -451,7 +451,7 @@ class Budget(InOrder):
 
 # Reading two ranges as one takes a copy: each slot is read, written and read again. Up to so many times the slots that
 # are seen, it costs less to read the dead ones between them, too (measured on a CPU: from 2.2).
-MOST_DEAD = 2
+MAX_DEAD = 2
 
 
 class WrittenOver:
@@ -467,7 +467,7 @@ class WrittenOver:
     sinks: int
 
     @property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         raise NotImplementedError
 
     def front(self, row: Row, new: int) -> int:
@@ -475,7 +475,7 @@ class WrittenOver:
 
     @property
     def enough_slots(self) -> int:
-        return self.most_slots
+        return self.max_slots
 
     def with_room(self, room: int) -> Self:
         return _with_room(self, room)  # type: ignore[no-any-return]
@@ -493,7 +493,7 @@ class WrittenOver:
     @property
     def turn(self) -> int:
         """Slots of the ring proper, without those of the sinks."""
-        return self.most_slots - self.sinks
+        return self.max_slots - self.sinks
 
     def slot(self, row: Row, position: int) -> int:
         return position if position < self.sinks else self.sinks + (position - self.sinks) % self.turn
@@ -507,14 +507,14 @@ class WrittenOver:
         position = max(position, last - self.turn)  # the ring keeps the last turn of a longer write
         while position < last:
             slot = self.slot(row, position)
-            count = min(last - position, self.most_slots - slot)
+            count = min(last - position, self.max_slots - slot)
             yield slot, position - row.offset, count
             position += count
 
     def _in_order(self, row: Row, new: int) -> Ranges:
         """The slots of the positions from the front to the last new token."""
         first, last = self.slot(row, self.front(row, new)), self.slot(row, row.offset + new - 1) + 1
-        return ((first, last),) if first < last else ((first, self.most_slots), (self.sinks, last))
+        return ((first, last),) if first < last else ((first, self.max_slots), (self.sinks, last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,7 +545,7 @@ class Ring(WrittenOver):
             )
 
     @property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         return self.window + self.room - 1
 
     def first_seen(self, position: int) -> int:
@@ -563,7 +563,7 @@ class Ring(WrittenOver):
 
     def ranges(self, row: Row, new: int) -> Ranges:
         """One range wherever that is cheaper: the mask goes by positions, whatever their order."""
-        end, most = row.offset + new, self.most_slots
+        end, most = row.offset + new, self.max_slots
         everything = ((0, min(end, most)),)
         if end <= self.window or most == self.window or self.front(row, new) <= self.sinks:
             return everything
@@ -572,14 +572,14 @@ class Ring(WrittenOver):
             ranges = ((0, ranges[1][1]), ranges[0]) if len(ranges) == 2 else ((0, self.sinks), *ranges)
         if len(ranges) == 1:
             return ranges
-        return everything if everything[0][1] <= MOST_DEAD * count_slots(ranges) else ranges
+        return everything if everything[0][1] <= MAX_DEAD * count_slots(ranges) else ranges
 
-    def held(self, row: Row) -> int:
+    def visible_tokens(self, row: Row) -> int:
         return min(row.offset, self.window)
 
-    def most_trim(self, row: Row) -> int:
+    def max_trim(self, row: Row) -> int:
         """A trim to offset L is lossless iff high - L <= room, or as long as nothing was ever overwritten."""
-        if row.high <= self.most_slots:
+        if row.high <= self.max_slots:
             return row.offset
         return row.offset - max(0, row.high - self.room)
 
@@ -609,14 +609,14 @@ class Chunks(WrittenOver):
         object.__setattr__(self, "room", check_room(self.room, self.max_write, self.max_rollback))
 
     @property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         return self.chunk_size + self.room
 
     def first_seen(self, position: int) -> int:
         return position - position % self.chunk_size
 
     def front(self, row: Row, new: int) -> int:
-        return row.front if row.offset + new - row.front <= self.most_slots else self.trimmed_front(row)
+        return row.front if row.offset + new - row.front <= self.max_slots else self.trimmed_front(row)
 
     def trimmed_front(self, row: Row) -> int:
         """The front when only the last chunk_size tokens are to stay."""
@@ -629,16 +629,16 @@ class Chunks(WrittenOver):
     def ranges(self, row: Row, new: int) -> Ranges:
         return self._in_order(row, new)
 
-    def held(self, row: Row) -> int:
+    def visible_tokens(self, row: Row) -> int:
         return row.offset - row.front
 
-    def most_trim(self, row: Row) -> int:
-        """A trim to offset L is lossless if its chunk was not overwritten: high - most_slots <= L - L % chunk_size.
+    def max_trim(self, row: Row) -> int:
+        """A trim to offset L is lossless if its chunk was not overwritten: high - max_slots <= L - L % chunk_size.
 
         Longer trims would be lossless only to the border of two chunks. They are refused, so that every trim shorter
         than an allowed one is allowed.
         """
-        overwritten = max(0, row.high - self.most_slots)
+        overwritten = max(0, row.high - self.max_slots)
         return row.offset + (-overwritten // self.chunk_size) * self.chunk_size
 
 
@@ -650,7 +650,7 @@ class Chunks(WrittenOver):
 #   max_rollback: tokens that can be trimmed at any time; room is never smaller
 #   room: the longest write that currently has slots, at most max_write
 #   with_room(room): the same layout with slots for writes of so many tokens
-#   most_slots: the largest number of slots in use; `NO_LIMIT` where slots are not overwritten
+#   max_slots: the largest number of slots in use; `NO_LIMIT` where slots are not overwritten
 #   enough_slots: slots that suffice as long as no write is longer than there is room for
 #   first_seen(position): the first position, sinks aside, that a query at `position` sees
 #   front(row, new): the first position, sinks aside, that attention reads with a write of `new` tokens
@@ -662,9 +662,9 @@ class Chunks(WrittenOver):
 #   ranges(row, new): the slots [first, last) that attention reads after a write of `new` tokens, one range after the
 #       other
 #   ordered_from(row): the lowest position from which on every token lies in the slot that `slot` returns
-#   most_trim(row): tokens that can be taken back without losing one that must stay visible
+#   max_trim(row): tokens that can be taken back without losing one that must stay visible
 #   refusal(count, most): why `most` tokens can be taken back and `count` cannot, and what to do about it
-#   held(row): tokens of a row that the next query may see, without those of its own write
+#   visible_tokens(row): tokens of a row that the next query may see, without those of its own write
 #   compacted_if_due(row): the row after the compaction before its next write, with `extra_slots` 0; the same object
 #       if none is due
 Layout = Append | Budget | Ring | Chunks

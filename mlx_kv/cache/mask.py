@@ -56,7 +56,7 @@ def key_positions(plan: Plan) -> mx.array:
         slots = (aranges[0] if len(aranges) == 1 else mx.concatenate(aranges))[None]
         positions = slots - mx.array([[row.start] for row in rows])
         if not plan.ordered:
-            sinks, turn = plan.layout.sinks, plan.layout.most_slots - plan.layout.sinks
+            sinks, turn = plan.layout.sinks, plan.layout.max_slots - plan.layout.sinks
             newest = mx.array([[row.offset + new - 1] for row, new in zip(rows, plan.counts, strict=False)])
             around = newest - (newest - slots) % turn
             # In a shorter row beside one that wraps, a slot of the ring may be empty; sinks have slots of their own.

@@ -63,7 +63,7 @@ class Plan:
     def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
         self.layout, self.rows, self.new = layout, rows, new
         self._next: Plan | None = None
-        first, alone, most = rows[0], len(rows) == 1, layout.most_slots
+        first, alone, most = rows[0], len(rows) == 1, layout.max_slots
         self.padded = counts is not None or (first.offset if alone else min([row.offset for row in rows])) < 0
         self.counts = (new,) * len(rows) if counts is None else counts
         self.filled = first.end if alone else max([row.end for row in rows])

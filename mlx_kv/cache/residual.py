@@ -71,10 +71,10 @@ class Places:
             pairs = zip(columns_by_position, self.positions, strict=True)
             return np.array([[columns.get(int(p), 0) for p in line] for columns, line in pairs])
         layout, columns, before = plan.layout, np.zeros_like(self.positions), 0
-        if layout.most_slots == NO_LIMIT:
+        if layout.max_slots == NO_LIMIT:
             slots = self.positions + np.array([[row.start] for row in plan.distinct])
         else:
-            turn = layout.most_slots - layout.sinks
+            turn = layout.max_slots - layout.sinks
             around = layout.sinks + (self.positions - layout.sinks) % turn
             slots = np.where(self.positions < layout.sinks, self.positions, around)
         for first, last in plan.ranges:
@@ -203,7 +203,7 @@ class Residual:
     def _with(self, buffers: Buffers | None, first: tuple[int, ...]) -> Residual:
         return Residual(self.length, self.room, buffers, first)
 
-    def most_trim(self, index: int, offset: int, ordered_from: int) -> int:
+    def max_trim(self, index: int, offset: int, ordered_from: int) -> int:
         """Tokens that row `index` can drop so that the next query still sees `length` - 1 tokens in full precision.
 
         Args:
@@ -293,7 +293,7 @@ def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers
 def _positions(slots: int, ends: Sequence[int]) -> np.ndarray:
     """Position of each slot of a ring, (B, slots), for rows with these ends: below 0 is an empty slot.
 
-    Positions below `first` belong to overwritten tokens: while trims go no further back than `most_trim`, no query sees
+    Positions below `first` belong to overwritten tokens: while trims go no further back than `max_trim`, no query sees
     those.
     """
     newest = np.array(ends)[:, None] - 1

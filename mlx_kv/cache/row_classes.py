@@ -24,7 +24,7 @@ from mlx_kv.cache.state import cut_chain
 
 
 # Each costs calls; lengths from 1 to any number that are spread evenly need 1.25 times their slots then.
-MOST_CLASSES = 4
+MAX_CLASSES = 4
 # Slots of classes, padding included, over those that their rows need: new classes stay below the first, and classes
 # remain as they are up to the second. Between them nothing moves, so nothing flips.
 TARGET_PADDING, MAX_PADDING = 1.25, 1.5
@@ -78,7 +78,7 @@ def _fewest_classes(needed_slots: Sequence[int], min_saving: int) -> RowClasses:
     best: list[tuple[int, tuple[int, ...]]] = [
         (sum(counts[:n]) * sizes[n - 1], (sizes[n - 1],)) if n else (0, ()) for n in range(len(sizes) + 1)
     ]
-    for _ in range(1, min(MOST_CLASSES, len(sizes))):
+    for _ in range(1, min(MAX_CLASSES, len(sizes))):
         one_more = [best[0]]
         for n in range(1, len(best)):
             cuts = [
@@ -240,7 +240,7 @@ def tokens_before_eviction(parts: Parts) -> int:
     for cache, _, _ in parts:
         layout = cache.layout
         if isinstance(layout, Budget):
-            left.extend([layout.most_held + 1 - layout.held(row) for row in cache.rows if row.shared])
+            left.extend([layout.compaction_limit + 1 - layout.visible_tokens(row) for row in cache.rows if row.shared])
     return min(left)
 
 

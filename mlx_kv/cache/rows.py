@@ -202,7 +202,7 @@ def announce_padding(cache: RowStorage, lengths: Sequence[int] | None, left_padd
 
 def positions(cache: RowStorage) -> mx.array:
     """As `KVCache.positions`."""
-    if cache.layout.most_slots != NO_LIMIT:
+    if cache.layout.max_slots != NO_LIMIT:
         raise ValueError("a ring reuses its slots: use the layout of the cache for the position of a slot")
     lines = [
         mx.arange(max(0, row.end), dtype=mx.int32)[None] - row.start

@@ -52,7 +52,7 @@ from mlx_kv.cache.state import cut_chain
 
 # Queries up to which segments are attended to at once, and not one after the other: on a CPU, scores of a block that
 # stay in its caches count for more than few calls. 640 queries of two segments of 1,024 tokens take 0.8 of the time.
-MOST_JOINED = 64
+MAX_JOINED = 64
 
 
 class DeferredMask:
@@ -98,7 +98,7 @@ class Reading:
         queries = queries[self._take]
         rows, query_heads, new, dim = queries.shape
         together = queries.swapaxes(0, 1).reshape(1, query_heads, -1, dim)  # one row of more queries: (1, Hq, R * S, D)
-        apart = on_cpu() and rows * new > MOST_JOINED
+        apart = on_cpu() and rows * new > MAX_JOINED
         partials, first = list[Partial](), 0
         for segments in [[segment] for segment in self._segments] if apart else [self._segments]:
             pairs, lengths = [one.operands(rows * new) for one in segments], [one.tokens for one in segments]

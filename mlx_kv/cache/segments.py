@@ -122,7 +122,7 @@ def sharable(cache: KVCache, row: Row, compacting: bool = False) -> int:
     """
     if isinstance(cache.layout, Budget):
         evictor = cache.evictor
-        due = cache.layout.held(row) > cache.layout.budget if compacting else cache.layout.due(row)
+        due = cache.layout.visible_tokens(row) > cache.layout.budget if compacting else cache.layout.due(row)
         if row.evicted > 0 or due or evictor is None or not can_evict_later(evictor):
             return 0
     elif not isinstance(cache.layout, Append):

@@ -538,7 +538,7 @@ def _short_row(row: Row) -> list[int]:
 
 
 def _live_slots(row: Row, layout: Layout) -> int:
-    return min(max(0, row.end), layout.most_slots)
+    return min(max(0, row.end), layout.max_slots)
 
 
 def _short_eviction(state: EvictorState) -> list[Any]:
@@ -620,7 +620,7 @@ def _restore_kv_cache(tree: Any, name: str, arrays: dict[str, mx.array], memory:
     codecs, tensors, encoded = description.find_codecs()
     growth = DEFAULT if description.growth is None else description.growth.make()
     announced = tuple(description.announced or [0] * len(rows))
-    capacity, needed = description.capacity, min(max(live) + 1, layout.most_slots)
+    capacity, needed = description.capacity, min(max(live) + 1, layout.max_slots)
     if description.stored and needed > capacity:
         capacity = round_up(max(needed, growth.capacity(needed, capacity)))
     if not all(first < last <= (capacity if description.stored else NO_LIMIT) for first, last in state.ranges):
@@ -688,7 +688,7 @@ def _row(layout: Layout, numbers: list[int]) -> Row:
     """Raises ValueError for a row that this layout cannot have."""
     row = Row(*numbers)
     start, offset, high, front, extra, shared = row
-    fits = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.most_trim(row) >= 0)
+    fits = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.max_trim(row) >= 0)
     if isinstance(layout, Budget):
         fits = fits and (row.evicted == 0 or (row.evicted > 0 and layout.cut_of(row) <= row.end and offset > 0))
         fits = fits and start <= 0 and (row.evicted > 0 or extra == 0) and layout.cut_of(row) >= layout.sinks
@@ -811,7 +811,7 @@ def _ring(state: RotatingState) -> KVCache:
     row = Row(0, offset, offset if first <= keep else first + layout.turn)  # as if so many had been written and trimmed
     positions = [*range(min(keep, offset)), *range(first, offset)]
     slots_of_positions = slots[: min(keep, offset)] + slots[count - (offset - first) :]
-    source: list[int] = [0] * min(offset + 1, layout.most_slots)
+    source: list[int] = [0] * min(offset + 1, layout.max_slots)
     for position, slot in zip(positions, slots_of_positions, strict=True):
         source[layout.slot(row, position)] = slot
     index = mx.array(source)
@@ -822,7 +822,7 @@ def _with_free_slot(
     keys: list[mx.array], values: list[mx.array], row: Row, layout: Layout, codecs: Codecs = PLAIN
 ) -> KVCache:
     """A cache of these planes (B, H, n, width) with one free slot, if the layout has one; all rows are alike."""
-    rows, capacity = [row] * keys[0].shape[0], round_up(min(row.offset + 1, layout.most_slots))
+    rows, capacity = [row] * keys[0].shape[0], round_up(min(row.offset + 1, layout.max_slots))
     keys, values = (
         [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - plane.shape[2]), (0, 0)]) for plane in planes]
         for planes in (keys, values)

@@ -43,7 +43,7 @@ VERSION = "1"
 VERSION_WORD = "mlx_kv_prompt_cache"  # in the metadata of each file
 BLOCK_WORD, BLOCK_VERSION = "mlx_kv_prompt_block", "1"  # in the metadata of each block
 BLOCK_SLOTS = 512
-LEAST_SLOTS = 64  # of a block: fewer are not worth a file
+MIN_BLOCK_SLOTS = 64  # of a block: fewer are not worth a file
 SAMPLE = 16  # values of each weight, three times
 _one_file = threading.Lock()  # layers of one sequence find each other in the order in which they are made
 
@@ -349,7 +349,7 @@ def block_ends(slots: int, wanted: Collection[int] = ()) -> list[int]:
     """
     ends, first = [], 0
     for end in sorted({*range(BLOCK_SLOTS, slots + 1, BLOCK_SLOTS), *wanted}):
-        if end <= slots and end - first >= LEAST_SLOTS:
+        if end <= slots and end - first >= MIN_BLOCK_SLOTS:
             ends.append(end)
             first = end
     return ends

@@ -224,7 +224,7 @@ class Beginnings(NamedTuple):
             isinstance(cache.layout, Append) and cache.view.residual is None and not cache.view.quantized_start
             for cache in ours
         )
-        limits = [cache.layout.most_held for cache in ours if isinstance(cache.layout, Budget)]
+        limits = [cache.layout.compaction_limit for cache in ours if isinstance(cache.layout, Budget)]
         limits += [cache.view.quantized_start for cache in ours if cache.view.quantized_start]
         return cls(shared, trimmable, min(limits, default=NO_LIMIT), step)
 
@@ -274,7 +274,7 @@ def shares_up_to(caches: Iterable[Any]) -> int:
         if cache.view.residual is not None or cache.view.quantized_start:
             limits.append(0)
         elif isinstance(layout, Budget) and evictor is not None:
-            limits.append(layout.most_held if can_evict_later(evictor) and not evictor.wants_second_pass else 0)
+            limits.append(layout.compaction_limit if can_evict_later(evictor) and not evictor.wants_second_pass else 0)
         elif not isinstance(layout, Append):
             limits.append(0)
     return min(limits)

@@ -418,8 +418,8 @@ def _exact_trim(cache: KVCache, row: Row, index: int) -> int:
     attention that was observed.
     """
     if cache.evictor is None:
-        return cache.layout.most_trim(row)
-    stored, budget = cache.layout.held(row), cache.evictor.layout.budget
-    trim = max(0, stored - budget) if row.evicted > 0 else cache.layout.most_trim(row)
+        return cache.layout.max_trim(row)
+    stored, budget = cache.layout.visible_tokens(row), cache.evictor.layout.budget
+    trim = max(0, stored - budget) if row.evicted > 0 else cache.layout.max_trim(row)
     observation = cache.evictor.observation
     return trim if observation is None or index >= len(observation.ends) else min(trim, observation.max_trim(index))

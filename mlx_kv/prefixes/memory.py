@@ -270,7 +270,7 @@ def _capacity(cache: KVCache, used: int, tokens: int) -> int:
     """Slots for those in use, one more, and the tokens that are announced, within the limits of the layout."""
     view = cache.view
     expected = max(tokens, view.reserved, *view.announced)
-    return round_up(max(min(used + 1, view.layout.most_slots), min(expected, view.layout.enough_slots), 1))
+    return round_up(max(min(used + 1, view.layout.max_slots), min(expected, view.layout.enough_slots), 1))
 
 
 # --- the memory -------------------------------------------------------------------------------------------------------

@@ -272,7 +272,7 @@ def _rows_of(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
         row = cache.view.rows[index]
         kept = _positions(cache, row, index) if positions else None
         heads = _heads(layers, number) if positions else None
-        live = max(0, cache.layout.held(row))
+        live = max(0, cache.layout.visible_tokens(row))
         slots = cache.capacity + row.shared
         rows.append(RowOccupancy(name, len(layers), max(0, row.offset), live, slots, kept, heads, row.shared))
     return rows
@@ -290,7 +290,7 @@ def _heads(layers: Sequence[Places], number: int) -> list[list[int]] | None:
 
 
 def _positions(cache: KVCache, row: Row, index: int) -> PositionRanges:
-    offset, live = max(0, row.offset), max(0, cache.layout.held(row))
+    offset, live = max(0, row.offset), max(0, cache.layout.visible_tokens(row))
     if cache.evictor is not None and row.evicted > 0:
         positions = np.sort(np.array(cache.evictor.live_positions(row, index)[0]))
         positions = positions[positions >= 0]  # of the first head, where heads keep different numbers of tokens

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.cache.row_classes import MAX_PADDING, MOST_CLASSES, TARGET_PADDING, RowClasses, assign_classes, padded_slots
+from mlx_kv.cache.row_classes import MAX_CLASSES, MAX_PADDING, TARGET_PADDING, RowClasses, assign_classes, padded_slots
 
 LEAST = 1024
 sizes = st.integers(1, 130).map(lambda steps: 256 * steps)
@@ -38,12 +38,12 @@ def is_partition(groups: RowClasses, rows: int) -> bool:
 def test_new_classes_are_the_fewest_that_are_good_enough(needs: tuple[int, ...]) -> None:
     groups = assign_classes(needs, (), tuple((row,) for row in range(len(needs))), LEAST)
     assert is_partition(groups, len(needs))
-    slots = [fewest(needs, count) for count in range(1, MOST_CLASSES + 2)]
+    slots = [fewest(needs, count) for count in range(1, MAX_CLASSES + 2)]
     # As many as the rule wants, of all ways to part rows: no more where one more would not save enough.
     enough = [
         count
-        for count in range(1, MOST_CLASSES + 1)
-        if count == MOST_CLASSES
+        for count in range(1, MAX_CLASSES + 1)
+        if count == MAX_CLASSES
         or slots[count - 1] <= TARGET_PADDING * sum(needs)
         or slots[count - 1] - slots[count] < LEAST
     ]

@@ -257,7 +257,7 @@ PLANTED = {
     "the best tokens go": (compaction, "lowest", evicts_the_highest),
     "one token above the budget stays": (Budget, "compacted", leaves_one_more),
     "offset is what is held": (Budget, "compacted", counts_what_is_held),
-    "a trim goes one token too far": (Budget, "most_trim", trims_one_too_far),
+    "a trim goes one token too far": (Budget, "max_trim", trims_one_too_far),
 }
 
 

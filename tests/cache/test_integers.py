@@ -126,7 +126,7 @@ def test_a_ring_writes_the_last_of_every_write_once(window: int, most: int, sink
     ring, row = Ring(window, most, min(sinks, window - 1)), Row(0, offset, offset)
     written: dict[int, int] = {}
     for slot, token, count in ring.pieces(row, new):
-        assert slot + count <= ring.most_slots
+        assert slot + count <= ring.max_slots
         for i in range(count):
             assert slot + i not in written
             assert ring.slot(row, offset + token + i) == slot + i

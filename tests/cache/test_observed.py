@@ -94,8 +94,7 @@ class Watched:
 
     def trim(self, counts: list[int]) -> None:
         counts = [
-            min(count, self.cache.layout.most_trim(row))
-            for count, row in zip(counts, self.cache.view.rows, strict=True)
+            min(count, self.cache.layout.max_trim(row)) for count, row in zip(counts, self.cache.view.rows, strict=True)
         ]
         ends, held = list(self.observation.ends), self.observation.recent.counts
         self.cache.trim_per_sequence(counts)

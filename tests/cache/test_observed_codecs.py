@@ -235,7 +235,7 @@ class ObservedBatches(Batches):
     def compact(self, which: float) -> None:
         for single in self._pick(which)[1]:
             single.flush()
-            single.note_scores(lambda cache: cache.layout.held(cache.view.rows[0]) > cache.layout.budget)
+            single.note_scores(lambda cache: cache.layout.visible_tokens(cache.view.rows[0]) > cache.layout.budget)
         super().compact(which)
 
     def rows_stand_where_they_would_alone(self) -> None:

@@ -126,7 +126,7 @@ def check(case: Case) -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two queries of all rows and heads at a time, and 256 slots."""
     monkeypatch.setattr(attention, "BLOCK_SCORES", dict.fromkeys(attention.BLOCK_SCORES, 1))
-    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
+    monkeypatch.setattr(attention, "MIN_BLOCK_QUERIES", 2)
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1)
 
 

@@ -202,7 +202,7 @@ def test_what_can_be_taken_back_after_a_change_is_what_was_left(
 ) -> None:
     """By counting: which positions still lie in slots, before and after."""
     old, new = (layout.with_room(room) for room in rooms)
-    rejected = min(rejected, old.most_trim(Row(0, offset + rejected, offset + rejected)))
+    rejected = min(rejected, old.max_trim(Row(0, offset + rejected, offset + rejected)))
     row = Row(0, offset, offset + rejected, layout.first_seen(offset))
     lies = {old.slot(row, p): p for p in range(offset + rejected)}  # the last that was written there
     slots = {}
@@ -219,7 +219,7 @@ def test_what_can_be_taken_back_after_a_change_is_what_was_left(
         if not all(p in held for p in [*range(min(layout.sinks, back)), *range(max(first, layout.sinks), back)]):
             break
         most += 1
-    assert new.most_trim(moved) == most if isinstance(layout, Ring) else new.most_trim(moved) <= most
+    assert new.max_trim(moved) == most if isinstance(layout, Ring) else new.max_trim(moved) <= most
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,13 @@ def test_the_bound_is_exact_across_phases(spec: Spec, monkeypatch: pytest.Monkey
             before = [("update", 13), *[("update", 1)] * singles, *[("update", then)] * (then > 0)]
             after = [("update", 1), ("update", 3)]
             layout = run(spec, before).cache
-            most = layout.layout.most_trim(layout.view.rows[0])
+            most = layout.layout.max_trim(layout.view.rows[0])
             for undone in range(most + 1):
                 run(spec, [*before, ("trim_few", (undone,)), *after])
             if most == layout.offset:
                 continue
             with monkeypatch.context() as patch:
-                patch.setattr(type(layout.layout), "most_trim", lambda self, row, more=most + 1: more)
+                patch.setattr(type(layout.layout), "max_trim", lambda self, row, more=most + 1: more)
                 try:
                     run(spec, [*before, ("trim_few", (most + 1,)), *after])
                 except AssertionError:
@@ -333,7 +333,7 @@ genuine_moves, genuine_mask = moves_between, kv_cache.make_mask
 PLANTED: dict[str, tuple[list[Any], str, Any, Spec]] = {
     "a slot off": ([buffers], "moves_between", moves_one_too_low, Spec(ring=6, max_write=6)),
     "sinks stay behind": ([buffers], "moves_between", forgets_the_sinks, Spec(ring=6, max_write=6, sinks=2)),
-    "one slot less": ([Ring], "most_slots", property(lambda s: s.window + s.room - 2), Spec(ring=6, max_write=6)),
+    "one slot less": ([Ring], "max_slots", property(lambda s: s.window + s.room - 2), Spec(ring=6, max_write=6)),
     "the mask of before": ([kv_cache], "make_mask", masks_as_before, Spec(ring=6, max_write=6)),
     "it promises more than it holds": ([kv_cache], "reshaped", promises_more, Spec(ring=6, max_write=8)),
 }

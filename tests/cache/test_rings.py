@@ -99,15 +99,15 @@ def test_the_bound_for_chunks_is_exact(chunk: int, max_write: int, monkeypatch: 
 
 def bound_is_exact(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, refused = spec.make().layout, 0
-    for written in range(1, 3 * layout.most_slots):
-        most = layout.most_trim(Row(0, written, written))
+    for written in range(1, 3 * layout.max_slots):
+        most = layout.max_trim(Row(0, written, written))
         assert most >= min(written, spec.max_write)
         for undone in range(most + 1):
             undo_and_go_on(spec, written, undone)
         if most < written:
             refused += 1
             with monkeypatch.context() as patch:
-                patch.setattr(type(layout), "most_trim", lambda self, row, more=most + 1: more)
+                patch.setattr(type(layout), "max_trim", lambda self, row, more=most + 1: more)
                 with pytest.raises(AssertionError):
                     undo_and_go_on(spec, written, most + 1)
     assert refused
@@ -118,7 +118,7 @@ def test_one_slot_less_is_too_few(bits: int | None, monkeypatch: pytest.MonkeyPa
     steps = [("update", 4)] * 6
     spec = Spec(ring=6, max_write=4, key_dim=32, value_dim=32, bits=bits)
     run(spec, steps)
-    monkeypatch.setattr(Ring, "most_slots", property(lambda self: self.window + self.max_write - 2))
+    monkeypatch.setattr(Ring, "max_slots", property(lambda self: self.window + self.max_write - 2))
     with pytest.raises(AssertionError):
         run(spec, steps)
 
@@ -129,7 +129,7 @@ def test_one_slot_less_is_too_few_for_chunks(bits: int | None, monkeypatch: pyte
     steps = [("update", 5), *[("update", 1)] * 7, ("update", 4), ("trim_few", (4, 4, 4)), ("update", 1)]
     spec = Spec(chunk=6, max_write=4, key_dim=32, value_dim=32, bits=bits)
     run(spec, steps)
-    monkeypatch.setattr(Chunks, "most_slots", property(lambda self: self.chunk_size + self.max_write - 1))
+    monkeypatch.setattr(Chunks, "max_slots", property(lambda self: self.chunk_size + self.max_write - 1))
     with pytest.raises((AssertionError, ValueError)):
         run(spec, steps)
 

@@ -44,16 +44,16 @@ def test_products_stay_what_they_are_and_a_large_channel_is_spread(dim: int) -> 
     assert mx.allclose(products, turned, atol=2e-4, rtol=1e-4).item()
     blocks = dim // codecs.power_of_two_in(dim)
     if blocks not in (1, 2):  # of one block each channel is spread evenly; of more, most of it stays in its own
-        assert np.abs(of_unit_vectors(dim)).max() < 1 / np.sqrt(codecs.LEAST_POWER) + 1e-6
+        assert np.abs(of_unit_vectors(dim)).max() < 1 / np.sqrt(codecs.MIN_MIXED) + 1e-6
     else:
         np.testing.assert_allclose(np.abs(of_unit_vectors(dim)).max(axis=1), np.sqrt(blocks / dim), rtol=1e-5)
 
 
 def test_another_matrix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "MOST_POWER", 32)
+    monkeypatch.setattr(codecs, "MAX_MIXED", 32)
     with pytest.raises(AssertionError):
         test_it_is_the_matrix(64)
-    monkeypatch.setattr(codecs, "MOST_POWER", 512)
+    monkeypatch.setattr(codecs, "MAX_MIXED", 512)
     with pytest.raises(AssertionError):
         test_it_is_the_matrix(512)
 

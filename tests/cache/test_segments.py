@@ -21,7 +21,7 @@ from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.cache.segments import Chain, can_share, read_from, segment_of, sharable
 
 RULE, MIN_SAVING, ON_CPU = row_classes.assign_classes, row_classes.min_saving, attention.on_cpu
-MOST_JOINED = segmented.MOST_JOINED
+MAX_JOINED = segmented.MAX_JOINED
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
 
@@ -44,7 +44,7 @@ class SharingBatches(Batches):
         row_classes.assign_classes = anywhere(seed)  # type: ignore[assignment]
         row_classes.min_saving = lambda: seed % 30
         attention.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
-        segmented.MOST_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
+        segmented.MAX_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
         super().begin(kind, 1, seed, period)
         first = self.batches[0]
         self._feed(first, tokens, [tokens])
@@ -92,7 +92,7 @@ class SharingBatches(Batches):
 
     def teardown(self) -> None:
         row_classes.assign_classes, row_classes.min_saving, attention.on_cpu = RULE, MIN_SAVING, ON_CPU
-        segmented.MOST_JOINED = MOST_JOINED
+        segmented.MAX_JOINED = MAX_JOINED
         super().teardown()
 
 

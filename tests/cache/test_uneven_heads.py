@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[Budget, Row, np.ndarray, np.ndarray, np.ndar
     positions = np.stack([rng.permutation(row.end) for _ in range(heads)])
     scores = rng.integers(0, draw(st.sampled_from([3, 1000])), (heads, row.end - recent - sinks)).astype(np.float32)
     scores += draw(st.sampled_from([0, 500])) * np.arange(heads, dtype=np.float32)[:, None]  # heads that are worth more
-    return layout, row, scores, positions, alive, heads * (layout.held(row) - layout.budget)
+    return layout, row, scores, positions, alive, heads * (layout.visible_tokens(row) - layout.budget)
 
 
 def check(case: tuple[Budget, Row, np.ndarray, np.ndarray, np.ndarray, int]) -> None:

@@ -203,8 +203,8 @@ def test_slots_of_a_layer_beside_heads_that_keep_everything() -> None:
         read_chunk(models().model, caches, mx.array([[3 + number for number in range(new)]]))
         slots.append([cache.view.rows[0].end for cache in caches])
     assert {cache.evictor.compactions for cache in caches} == {1}
-    assert all(used <= layer.most_slots for each in slots for used, layer in zip(each, layers, strict=True))
-    assert layers[0].most_slots < 2 * slots[-1][0]
+    assert all(used <= layer.max_slots for each in slots for used, layer in zip(each, layers, strict=True))
+    assert layers[0].max_slots < 2 * slots[-1][0]
 
 
 def test_chunks_that_are_longer_than_max_write_are_planned() -> None:

@@ -66,7 +66,7 @@ def test_rings_of_mlx_lm_know_what_they_can_take_back(keep: int, chunk: int, row
         cache.update_and_fetch(keys[:, :, first : first + chunk], values[:, :, first : first + chunk])
     stock.save_prompt_cache(str(tmp_path / "a.safetensors"), [cache])
     loaded = load_prompt_cache(tmp_path / "a.safetensors")[0]
-    most = loaded.layout.most_trim(loaded.view.rows[0])
+    most = loaded.layout.max_trim(loaded.view.rows[0])
     assert most == chunk  # what the last write left behind the window
     fresh.update_and_fetch(keys[:, :, : 50 - most], values[:, :, : 50 - most])
     with pytest.raises(ValueError, match="cannot trim"):

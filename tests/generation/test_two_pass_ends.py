@@ -42,7 +42,7 @@ def test_what_is_broken_off_leaves_caches_that_evict(passes: int) -> None:
         model(mx.array([[1]]), cache=caches)
         for cache in caches:
             assert not cache.evictor.paused
-            assert cache.layout.held(cache.view.rows[0]) == BUDGET + 1
+            assert cache.layout.visible_tokens(cache.view.rows[0]) == BUDGET + 1
 
     caches = make_prompt_cache(model, policy())
     twice = TwoPassQueue(model, lambda: make_prompt_cache(model, policy()), 20, ASKED)
@@ -69,7 +69,7 @@ def test_a_row_taken_out_of_a_batch_that_waits_waits_too() -> None:
             assert cache.view.rows[0].evicted == 0
             cache.release()
         model(mx.array([[1]] * len(own[0].view.rows)), cache=own)
-        assert [cache.layout.held(cache.view.rows[0]) for cache in own] == [BUDGET + 1] * len(own)
+        assert [cache.layout.visible_tokens(cache.view.rows[0]) for cache in own] == [BUDGET + 1] * len(own)
 
 
 def test_shares_are_divided_by_attention_sinks_too() -> None:

@@ -167,8 +167,8 @@ def check_trim() -> None:
 def check_rotating_prefill() -> None:
     ours, theirs = filled(RingKVCache(16, max_write=64), 64, 64, 64), stock.RotatingKVCache(16)
     assert [filled(theirs, 64).keys.shape[2] for _ in range(3)] == [64, 79, 79]
-    assert (ours.layout.most_slots, ours.growths) == (79, 0)
-    assert filled(ours, *[1] * 300).layout.most_slots == 16
+    assert (ours.layout.max_slots, ours.growths) == (79, 0)
+    assert filled(ours, *[1] * 300).layout.max_slots == 16
 
 
 @line("rotating caches, quantised")

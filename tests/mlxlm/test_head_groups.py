@@ -114,8 +114,8 @@ def happens(twins: Twins, folder: Path, draw: random.Random, count: int) -> None
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_groups, "CALL", 0)  # these caches are small
-    monkeypatch.setattr(head_groups, "WORTH", 100)
+    monkeypatch.setattr(head_groups, "MIN_SAVED_SLOTS", 0)  # these caches are small
+    monkeypatch.setattr(head_groups, "MAX_BYTES", 100)
 
 
 GROUP = KVCache._group_heads
@@ -199,7 +199,7 @@ def test_the_split_that_saves_most(lengths: list[int]) -> None:
     splits = [[ranked[:k], ranked[k:]] for k in range(1, len(ranked))]
     best = min([slots([ranked]), *map(slots, splits)])
     assert len(found) <= 2
-    assert slots(found) <= best + head_groups.CALL
+    assert slots(found) <= best + head_groups.MIN_SAVED_SLOTS
 
 
 @given(st.sets(st.integers(0, 12), min_size=1))

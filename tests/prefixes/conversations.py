@@ -112,7 +112,7 @@ STEPS = st.lists(
 def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
     """Those of files."""
     patch.setattr(serialization, "BLOCK_SLOTS", 32)
-    patch.setattr(serialization, "LEAST_SLOTS", 8)
+    patch.setattr(serialization, "MIN_BLOCK_SLOTS", 8)
 
 
 SYSTEM = [token % 50 for token in range(200)]

@@ -179,7 +179,7 @@ def test_a_limit_that_weights_alone_exceed_ends_the_start() -> None:
 
 
 def test_a_plan_counts_slots_as_caches_take_them() -> None:
-    layers = Layer("sliding", bytes_per_slot=10, most_slots=512), Layer("full", bytes_per_slot=4, state_bytes=100)
+    layers = Layer("sliding", bytes_per_slot=10, max_slots=512), Layer("full", bytes_per_slot=4, state_bytes=100)
     plan = RowPlan(RowMemory.of(layers, CachePolicy()))
     assert plan.slots(200, 56).slots == 256
     assert plan.slots(1000, 20_000).slots == 1000 + 20_000 + 8192  # it may grow to 8,192 more than needed

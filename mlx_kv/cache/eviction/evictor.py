@@ -375,7 +375,11 @@ class Evictor:
             self.metadata = RowMetadata(tuple(groups), (Work(),) * len(rows))
         if self.paused:
             return rows
-        due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
+        due = [
+            i
+            for i, row in enumerate(rows)
+            if (layout.visible_tokens(row) > layout.budget if on_demand else layout.due(row))
+        ]
         if self.own_lengths and not on_demand:
             self._masks.check_requested(bool(due))
         if not due:
