@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cover",
         action="store_true",
-        help="of each test as many cases as bring a new value of a parameter; the first case if marked slow",
+        help="of each test as many cases as bring a new value of a parameter, and none of those marked slow",
     )
 
 
@@ -50,15 +50,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     functions: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("test_all") is None:
+        if item.get_closest_marker("slow") is None:
             functions.setdefault((item.path, item.parent, getattr(item, "originalname", item.name)), []).append(item)
     kept: set[pytest.Item] = set()
-    for cases in functions.values():
-        brisk = [item for item in cases if item.get_closest_marker("slow") is None]
+    for brisk in functions.values():
         if config.getoption("quick"):
             kept.update(brisk[:1])
         else:
-            kept.update([brisk[index] for index in covering([parameters(item) for item in brisk])] or cases[:1])
+            kept.update(brisk[index] for index in covering([parameters(item) for item in brisk]))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -51,7 +51,7 @@ def test_without_an_index_it_says_why(told: dict[str, str], tmp_path: Path) -> N
     assert "No matching distribution found for click" in fresh.no_index(Path(sys.executable), tmp_path, told)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--all"], 1)])
 def test_without_an_index_nothing_is_tried(
     options: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -65,7 +65,7 @@ def test_the_readme_fits_a_short_reading() -> None:
     assert len(README.splitlines()) <= 110
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_make_generate_prints_what_is_shown(shell: Shell) -> None:
     (line,) = starting("make generate")
     done = shell.run(dry_run(line, shell)[-1].removeprefix(".venv/bin/"))
@@ -103,7 +103,7 @@ def test_the_set_up_installs_what_the_readme_shows(shell: Shell) -> None:
         assert needed <= set(extras.split(",")) <= set(EXTRAS)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_commands_run_as_they_are_written(checkout: Path, shell: Shell) -> None:
     lines = [line for line in starting("mlx-kv", "echo") if not line.startswith("mlx-kv serve")]
     chains: dict[str, list[str]] = {}  # a command waits for the one that writes its file
@@ -124,7 +124,7 @@ def test_commands_run_as_they_are_written(checkout: Path, shell: Shell) -> None:
     assert len(answers) == len((ROOT / "examples" / "prompts.jsonl").read_text().splitlines())
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_the_server_answers_as_it_is_started(shell: Shell) -> None:
     (line,) = starting("mlx-kv serve")
     with shell:
@@ -137,7 +137,7 @@ def test_the_server_answers_as_it_is_started(shell: Shell) -> None:
         shell.end_servers()
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_the_programs_run(checkout: Path, shell: Shell) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README, re.S)
     others = re.findall(r"```python\n(.*?)```", GENERATE, re.S)

@@ -18,7 +18,7 @@ from pages import ADDRESS, Block, Shell, blocks, empty_environment, fresh_checko
 PAGE = list(blocks(recipes.PAGE.read_text(encoding="utf-8")))
 Follow = Callable[[str], list[str]]
 
-pytestmark = pytest.mark.test_all
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -27,9 +27,6 @@ def test_slow(bits): ...
 @pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_partly_slow(bits): ...
 
-@pytest.mark.test_all
-def test_browser(): ...
-
 class TestOne:
     def test_plain(self): ...
 """
@@ -48,8 +45,8 @@ def test_a_product_is_covered_by_as_many_cases_as_its_longest_list() -> None:
 @pytest.mark.parametrize(
     ("options", "counts"),
     [
-        ([], {"product": 6, "slow": 2, "partly_slow": 2, "browser": 1, "plain": 1}),
-        (["--cover"], {"product": 3, "slow": 1, "partly_slow": 1, "plain": 1}),
+        ([], {"product": 6, "slow": 2, "partly_slow": 2, "plain": 1}),
+        (["--cover"], {"product": 3, "partly_slow": 1, "plain": 1}),
         (["--quick"], {"product": 1, "partly_slow": 1, "plain": 1}),
     ],
 )
@@ -57,7 +54,7 @@ def test_each_tier_has_its_cases(options: list[str], counts: dict[str, int], tmp
     (tmp_path / "test_cases.py").write_text(CASES)
     for name in ("conftest.py", "effort.py"):
         (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    test_all\n    chosen_length\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    chosen_length\n")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout + said.stderr

@@ -26,7 +26,7 @@ NAME = f"mlx_kv-{mlx_kv.__version__}"
 OF_A_MODEL = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"}
 BESIDE = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
 
-pytestmark = pytest.mark.test_all
+pytestmark = pytest.mark.slow
 
 
 def call(*arguments: str | Path, cwd: Path) -> str:

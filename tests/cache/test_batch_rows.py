@@ -379,7 +379,7 @@ PLANTED = {
 passed_without_bugs: list[Kind] = []
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, kind = PLANTED[bug]

@@ -330,7 +330,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 @pytest.mark.usefixtures("small_blocks")
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:

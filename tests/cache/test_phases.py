@@ -339,7 +339,7 @@ PLANTED: dict[str, tuple[list[Any], str, Any, Spec]] = {
 }
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 @pytest.mark.usefixtures("period")
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_layers_of_a_budget_stay_together_wherever_rows_go(monkeypatch: pytest.M
     run_state_machine_as_test(ClassedBatches, settings=settings(max_examples=HISTORIES, stateful_step_count=25))
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, kind = PLANTED[bug]

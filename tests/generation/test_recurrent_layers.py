@@ -306,7 +306,7 @@ def looked_at_one_place_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeBatch, "verify", verify)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [not_restored, of_another_row, not_read_again, of_the_pass_before, looked_at_one_place_early]
 )

@@ -92,7 +92,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_columns, "load_prompt_cache", load)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "fault"),
     [

@@ -300,7 +300,7 @@ def test_values_of_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_p
         test_the_fitted_score("adaptive x table", tmp_path)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where, name, broken, allocated = PLANTED[bug]

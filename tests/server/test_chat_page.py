@@ -119,7 +119,7 @@ CONTRASTS = """(() => {
 })()"""
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "width"), [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)])
 def test_pictures(browser: Any, reasoner: Running, says: Any, mode: str, width: int) -> None:
     page = Page(browser, reasoner, mode, width)
@@ -141,7 +141,7 @@ def test_pictures(browser: Any, reasoner: Running, says: Any, mode: str, width: 
     page.end()
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_answers_are_text(browser: Any, reasoner: Running, says: Any) -> None:
     """Markup of answers is shown, never run; code is a block of its own; reasoning is folded away."""
     page = Page(browser, reasoner)
@@ -161,7 +161,7 @@ def test_answers_are_text(browser: Any, reasoner: Running, says: Any) -> None:
     page.end()
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_a_conversation(browser: Any, reasoner: Running, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """System prompt and sampling are sent, earlier turns with every question; regenerate and edit replace the last."""
     page = Page(browser, reasoner)
@@ -200,7 +200,7 @@ def test_a_conversation(browser: Any, reasoner: Running, says: Any, monkeypatch:
     page.end()
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_stop(browser: Any, reasoner: Running, slowly: None) -> None:
     """Text appears while it is generated; stop keeps it, and frees the row of the server."""
     page = Page(browser, reasoner)
@@ -223,7 +223,7 @@ def test_stop(browser: Any, reasoner: Running, slowly: None) -> None:
     page.end()
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_errors(browser: Any, reasoner: Running, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A question without an answer returns to its field; the server's message is shown."""
     page = Page(browser, reasoner)
@@ -245,7 +245,7 @@ def test_errors(browser: Any, reasoner: Running, says: Any, monkeypatch: pytest.
     page.end(expected=2)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_an_error_in_the_middle(browser: Any, reasoner: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page(browser, reasoner)
     take, taken = Choice.take, [0]
@@ -263,7 +263,7 @@ def test_an_error_in_the_middle(browser: Any, reasoner: Running, monkeypatch: py
     page.end()
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_keys(browser: Any) -> None:
     """The page requests an API key, and keeps it in the tab, as the memory page does."""
     with running(keys=("open-sesame",), change=changed_tokenizer) as server:
@@ -282,7 +282,7 @@ def test_keys(browser: Any) -> None:
         page.end(expected=3)  # two without a key, one with a wrong one
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_touch_screens(browser: Any, reasoner: Running, says: Any) -> None:
     """There, Enter starts a new line, and the button sends."""
     browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})

@@ -74,7 +74,7 @@ CONTRASTS = """(() => {
 COLOURS = "Object.fromEntries(['--kept', '--evicted', '--dead', '--paper'].map((name) => [name, resolved(name)]))"
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "width"), [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)])
 def test_pictures(browser: Any, mode: str, width: int) -> None:
     """All colours of strips and charts are to be seen, texts can be read, nothing is wider than the screen."""
@@ -103,7 +103,7 @@ def test_pictures(browser: Any, mode: str, width: int) -> None:
         quiet(browser)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page(browser: Any, width: int) -> None:
     with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(3) as pool:
@@ -133,7 +133,7 @@ def test_the_page(browser: Any, width: int) -> None:
         quiet(browser)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_tiles_fill_their_rows(browser: Any, server: Running) -> None:
     """At every width, the last row of tiles ends where the first one does."""
     for width in (340, 390, 600, 700, 820, 1000, 1090, 1100, 1200, 1600):
@@ -149,7 +149,7 @@ def test_tiles_fill_their_rows(browser: Any, server: Running) -> None:
     quiet(browser)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_axes_agree_with_their_captions(browser: Any, server: Running) -> None:
     """Of a server that has run for so long: the left end of the axis is the start, and the middle half of it."""
     script = asking(browser)
@@ -181,7 +181,7 @@ def test_axes_agree_with_their_captions(browser: Any, server: Running) -> None:
     quiet(browser)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_prompts_that_are_read_have_a_bar(browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which grows, by what really was read."""
     step = Rows.step
@@ -208,7 +208,7 @@ def test_prompts_that_are_read_have_a_bar(browser: Any, monkeypatch: pytest.Monk
         quiet(browser)
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_the_page_asks_for_a_key(browser: Any) -> None:
     with running(keys=("open-sesame",)) as server:
         dress(browser, "light", 390)

@@ -176,7 +176,7 @@ def test_a_stream_has_the_header(server: Running) -> None:
     assert int(reused) == int(total) - 1 > 64
 
 
-@pytest.mark.test_all
+@pytest.mark.slow
 def test_the_page_lists_what_was_not_reused(server: Running, browser: Any) -> None:
     first, _, second, *_ = DRILL["a date in the system prompt"]
     chat(server, first)
