@@ -77,6 +77,7 @@ ANYTHING = st.recursive(
 
 @given(wrong=ANYTHING)
 @settings(max_examples=max(3, settings.default.max_examples // 3) if settings.default else 3)
+@pytest.mark.slow
 def test_so_is_anything_else(wrong: Any) -> None:
     for name, call in CALLED:
         for argument in call.arguments().keys() - IDS:

@@ -79,6 +79,7 @@ def test_any_history_through_changing_phases(spec: Spec, steps: list[tuple[str, 
 
 
 @given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=8), st.integers(0, 999))
+@pytest.mark.slow
 def test_the_short_way_comes_to_the_same_as_the_whole(spec: Spec, steps: list[tuple[str, Any]], seed: int) -> None:
     states = []
     for short in (True, False):
@@ -226,6 +227,7 @@ def test_what_can_be_taken_back_after_a_change_is_what_was_left(
     "spec", [Spec(ring=6, max_write=6, sinks=1), Spec(ring=5, max_write=8), Spec(chunk=5, max_write=6)]
 )
 @pytest.mark.usefixtures("period")
+@pytest.mark.slow
 def test_the_bound_is_exact_across_phases(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trim that is allowed continues exactly, before and after the ring has become narrow, and wide again."""
     refused = 0

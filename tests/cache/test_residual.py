@@ -92,6 +92,7 @@ def test_any_history(
     ),
     seed=st.integers(0, 1000),
 )
+@pytest.mark.slow
 def test_trims_after_a_compaction(
     codec: Any, share: Any, residual: int, rows: int, carries: bool, history: list[Any], seed: int
 ) -> None:

@@ -180,6 +180,7 @@ def test_families_are_calibrated(family: str, texts: Texts) -> None:
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_default_texts_are_always_the_same(reference: Any) -> None:
     _, tokenizer = reference
     found = default_texts(tokenizer, 8192)

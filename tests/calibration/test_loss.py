@@ -122,6 +122,7 @@ def test_what_is_written_again_is_kept_as_where_it_was_read(family: str) -> None
         assert a.positions.shape[2] == 80
 
 
+@pytest.mark.slow
 def test_answers_are_counted_for_each_budget() -> None:
     tokens = Characters()
     model = make_model("llama", vocab_size=256, max_position_embeddings=2048)

@@ -27,6 +27,7 @@ from mlx_kv.generation.engine import Engine
         ("--draft", "ngram", "--prompt-lookup-max", 3, "--num-draft-tokens", 5),
     ],
 )
+@pytest.mark.slow
 def test_every_prompt_gets_what_it_gets_alone(more: tuple[Any, ...], call: Any, files: Files, reference: Any) -> None:
     files.ask(*PROMPTS)
     done = call("--max-tokens", 20, *more)

@@ -44,6 +44,7 @@ POLICY_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("options", POLICY_OPTIONS)
+@pytest.mark.slow
 def test_a_cached_prompt_is_gone_on_from(options: str, call: Any, tmp_path: Path, reference: Any) -> None:
     tokenizer = reference[1]
     ids = tokenizer.encode(TEXT), tokenizer.encode(REST, add_special_tokens=False)

@@ -23,6 +23,7 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_writes_a_file_that_is_found(command: Command, model: Path, texts: Path, tmp_path: Path) -> None:
     called = command("calibrate", model, "--texts", texts)
     assert called.code == 0, called.err
@@ -56,6 +57,7 @@ def test_budgets_only_in_json(command: Command, model: Path, texts: Path, tmp_pa
     assert load_calibration(file).layers == ()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues(
     command: Command, model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

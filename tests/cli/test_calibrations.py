@@ -62,6 +62,7 @@ def test_without_one_a_line_says_what_would_help(command: Command, model: Path, 
         assert NOTE not in command("generate", "--model", model, *GENERATE, *chosen).err
 
 
+@pytest.mark.slow
 def test_one_that_is_found_is_used(
     command: Command, model: Path, calibration: Calibration, policies: Any, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "auto"])
+@pytest.mark.slow
 def test_drafts_without_a_model_change_the_speed_and_not_the_text(drafter: str, command: Any) -> None:
     common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "30", "--json")
     plain, drafted = (json.loads(command(*common, *more).out) for more in ((), ("--draft", drafter)))

@@ -93,6 +93,7 @@ def test_json_has_exact_bytes(tmp_path: Path, command: Any) -> None:
     assert [layer["caches"] for layer in answer["layers"]] == [50, 10]
 
 
+@pytest.mark.slow
 def test_nothing_is_evaluated() -> None:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -250,6 +251,7 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, command: Any, mo
 
 
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+@pytest.mark.slow
 def test_no_network_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     """Where nobody answers, too: no line for each of five retries, which take half a minute."""
     arguments = [sys.executable, "-m", "mlx_kv.cli", "plan", "--model", "nobody/nothing"]

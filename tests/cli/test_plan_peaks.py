@@ -180,6 +180,7 @@ def test_the_longest_head_that_there_can_be_is_planned() -> None:
 
 
 @pytest.mark.parametrize(("share", "shares"), [("adaptive", [[2, 2], [4, 0], [1, 1], [1, 1]]), ("head", [[9, 0]] * 4)])
+@pytest.mark.slow
 def test_the_longest_head_of_a_table_is_planned(share: Any, shares: Any) -> None:
     """A layer may have more than the mean of its shares says: as long as a head of another layer keeps everything."""
     policy = CachePolicy(budget=512, score=one_head_wins, share=share, layers=shares, max_write=CHUNK)
@@ -244,6 +245,7 @@ def test_a_second_reading_in_parts_counts_the_longest() -> None:
     assert row.read_twice(4096, 4096, multiple=256) > count * layer.nbytes(whole(4096))  # which grew
 
 
+@pytest.mark.slow
 def test_memory_of_the_device_at_the_peak() -> None:
     """What caches say that they hold is what the device has allocated, at the peak of a second reading, too."""
     model, tokenizer = models().model, models().tokenizer
@@ -265,6 +267,7 @@ def test_memory_of_the_device_at_the_peak() -> None:
     assert more - usual > 0.9 * (twice - once)
 
 
+@pytest.mark.slow
 def test_a_table_has_what_is_held_once_a_prompt_is_read(command: Any) -> None:
     options = ("--model", "reference", "--kv-budget", "512", "--context", "256,32768", "--json")
     for more, less in (

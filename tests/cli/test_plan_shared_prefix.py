@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.slow
 def test_shared_tokens_are_counted_once(command: Any) -> None:
     def planned(*options: str) -> dict[str, Any]:
         words = ("--model", "reference", "--batch-size", "16", "--context", "2000,5000", "--json", *options)

@@ -86,6 +86,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("kind", STORED)
+@pytest.mark.slow
 def test_planes_of_every_packing_go_on_as_they_were(kind: str, tmp_path: Path) -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, STORED[kind])

@@ -69,6 +69,7 @@ def answers(model: nn.Module, texts: list[list[int]], policy: mlx_kv.CachePolicy
 
 
 @pytest.mark.parametrize(("stored", "budget"), [*zip(STORED, itertools.cycle(BUDGETS)), ("rotated", "full")])
+@pytest.mark.slow
 def test_drafts_change_nothing(stored: str, budget: str) -> None:
     """Under each way to store, with and without budgets; rows in company under other policies: test_company.py."""
     model = make_model("llama")

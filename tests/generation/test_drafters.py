@@ -113,6 +113,7 @@ MODELS = {
 
 @pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8, 0.95)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow
 def test_rows_with_drafts_of_any_length_get_the_same(kind: str, sampler: TemperatureSampler | None) -> None:
     family, policy = MODELS[kind]
     model = make_model(family)

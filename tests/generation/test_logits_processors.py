@@ -116,6 +116,7 @@ def test_rows_of_a_batch_get_what_each_gets_alone(way: str) -> None:
 
 
 @pytest.mark.parametrize("settings", EACH)
+@pytest.mark.slow
 def test_every_way_to_generate_gets_the_same(settings: SamplingSettings, reference: Any) -> None:
     model, (_, tokenizer) = make_model("llama"), reference
     wanted = slowly(model, settings)[0]

@@ -198,6 +198,7 @@ def test_what_a_user_says_of_drafts_is_checked() -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, *LOOKUPS])
+@pytest.mark.slow
 def test_what_is_sampled_has_the_models_distribution(drafter: str | None) -> None:
     """Two tokens of a vocabulary of four, against the probability of each of the 16 outcomes.
 

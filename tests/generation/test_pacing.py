@@ -51,6 +51,7 @@ def whims(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 @pytest.mark.parametrize("costs", [True, False], ids=["asked when it drafts", "asked always"])
 @pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8, 0.95)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow
 def test_a_step_ahead_or_drafts_of_any_length(
     kind: str, sampler: TemperatureSampler | None, costs: bool, whims: set[int]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_step_ahead_or_drafts_of_any_length(
         ("jamba", CachePolicy(budget=24, keep_recent=8, sinks=2, margin=6)),  # one row after the other
     ],
 )
+@pytest.mark.slow
 def test_recurrent_layers_go_on_from_what_waits(
     family: str, policy: CachePolicy, costs: bool, whims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_draft_model_that_was_not_asked_for_long(family: str, whims: set[int],
 
 
 @pytest.mark.parametrize("drafter", ["prophet", "model"])
+@pytest.mark.slow
 def test_caches_taken_at_any_time_go_on(drafter: str, whims: set[int]) -> None:
     """Also while a step is on its way, and when its tokens are known but not yet told."""
     model = make_model("llama")

@@ -57,6 +57,7 @@ def run(model: Any, policy: CachePolicy, max_wait: float | None) -> tuple[dict[i
 
 
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(max_kv_size=200)], ids=repr)
+@pytest.mark.slow
 def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> None:
     model = reference[0]
     wanted, whole = run(model, policy, None)

@@ -71,6 +71,7 @@ def drafted(family: str, drafter: Any, policy: str = "plain", rows: int = 4, **o
 
 
 @pytest.mark.parametrize(("family", "policy", "rows"), KINDS)
+@pytest.mark.slow
 def test_greedy_is_plain_decoding(family: str, policy: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a drafter that is right now and then, known by its name."""
     wanted = plain(family, policy)
@@ -83,6 +84,7 @@ def test_greedy_is_plain_decoding(family: str, policy: str, rows: int, monkeypat
 
 
 @pytest.mark.parametrize("family", TOGETHER)
+@pytest.mark.slow
 def test_drafts_without_a_model(family: str) -> None:
     """Of prompts that repeat themselves, on rings past their wrap where there is attention."""
     model = shared_family(family)
@@ -141,6 +143,7 @@ def test_a_drafter_that_is_always_wrong_costs_no_more_than_its_passes(
 @pytest.mark.parametrize(
     ("family", "rows", "k"), [("qwen3_next", 3, 3), ("lfm2", 1, 1), ("mamba2", 3, 2), ("rwkv7", 1, 3), ("jamba", 3, 3)]
 )
+@pytest.mark.slow
 def test_a_draft_model_may_be_recurrent(family: str, rows: int, k: int) -> None:
     """It reads its own drafts one by one, and goes back among them."""
     wanted, draft = plain(family), make_family(family)
@@ -151,6 +154,7 @@ def test_a_draft_model_may_be_recurrent(family: str, rows: int, k: int) -> None:
     assert 0 < counts.accepted < counts.drafted
 
 
+@pytest.mark.slow
 def test_a_recurrent_draft_of_another_model_and_the_other_way_round() -> None:
     for family, draft in (("qwen3", "lfm2"), ("lfm2", "qwen3")):
         got, counts = drafted(family, None, draft_model=shared_family(draft))
@@ -246,6 +250,7 @@ def test_one_token_less_of_rollback_fails(monkeypatch: pytest.MonkeyPatch) -> No
         drafted("qwen3_next", wrong, rows=1)
 
 
+@pytest.mark.slow
 def test_one_checkpoint_less_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, less = plain("lfm2"), 0
     monkeypatch.setattr(

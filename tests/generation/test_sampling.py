@@ -65,6 +65,7 @@ def sampled(
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_in_any_company(seed: int) -> None:
     model = make_model("llama")
     draft = guessing(model)

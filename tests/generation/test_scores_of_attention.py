@@ -70,6 +70,7 @@ def test_other_families_beside_windows_and_sinks(family: str, score: str) -> Non
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("share", ["adaptive", "head", "layer"])
+@pytest.mark.slow
 def test_heads_that_differ(model: nn.Module, score: str, share: Any) -> None:
     how = mlx_kv.CachePolicy(budget=60, keep_recent=12, margin=6, score=score, share=share)
     alone = [answers(model, [text], policy=how)[0] for text in prompts()]

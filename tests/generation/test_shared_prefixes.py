@@ -114,6 +114,7 @@ ALIKE = [*(("llama", policy) for policy in POLICIES), *((family, "full") for fam
     ("family", "policy", "drafter"),
     [(*case, drafter) for case, drafter in zip(ALIKE, itertools.cycle([None, "suffix"]))],
 )
+@pytest.mark.slow
 def test_prompts_that_begin_alike(family: str, policy: str, drafter: str | None) -> None:
     """One is read, and the others continue from copies, which share it where all layers can."""
     model = made(family)

@@ -125,6 +125,7 @@ def mlx_lms_own(model: nn.Module, draft: nn.Module, tokens: list[int], k: int) -
     return [int(token) for token, _, _ in steps]
 
 
+@pytest.mark.slow
 def test_mlx_lms_own_loop_is_right_without_windows() -> None:
     """The control for the test above: only its rotating caches are at fault."""
     model = make_model("llama")
@@ -134,6 +135,7 @@ def test_mlx_lms_own_loop_is_right_without_windows() -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.slow
 def test_the_reference_model_with_its_draft(reference: Any, draft: nn.Module, bits: int | None, k: int) -> None:
     model, tokenizer = reference
     policy = CachePolicy(bits=bits)

@@ -17,6 +17,7 @@ def streamed(reference: tuple[Any, Any], prompt: Any, **options: Any) -> str:
     return "".join(each.text for each in mlx_kv.stream_generate(*reference, prompt, max_tokens=40, **options))
 
 
+@pytest.mark.slow
 def test_it_returns_what_is_streamed(reference: tuple[Any, Any], draft: Any) -> None:
     wanted, ids = streamed(reference, PROMPT), reference[1].encode(PROMPT)
     for prompt in (PROMPT, ids, mx.array(ids)):
@@ -66,6 +67,7 @@ def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple
         assert "".join(pieces) == text
 
 
+@pytest.mark.slow
 def test_the_stop_string_that_ends_first_counts_however_the_text_comes_in_pieces(reference: tuple[Any, Any]) -> None:
     whole = streamed(reference, PROMPT)
     for start in range(0, len(whole) - 9, 4):

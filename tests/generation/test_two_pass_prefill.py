@@ -98,6 +98,7 @@ def slow_scores(model: Any, told: list[int], chunk: int, before: int = 0) -> lis
     bits=st.sampled_from([None, 8]),
     seed=st.integers(0, 3),
 )
+@pytest.mark.slow
 def test_tokens_are_worth_the_most_that_they_receive(count: int, chunk: int, step: int, bits: Any, seed: int) -> None:
     model, told = make_model("llama"), text(count, seed)
     caches = make_prompt_cache(model, policy(share="head", bits=bits, group_size=32))

@@ -273,6 +273,7 @@ def test_who_takes_calls_without_a_cache_hands_them_on_to_who_answers() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.slow
 def test_the_last_seam_that_is_open_answers(model: nn.Module, order: tuple[int, ...]) -> None:
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, wanted, hooks = qwen3.scaled_dot_product_attention, answer(model, make_prompt_cache(model)), (Observer(), None)

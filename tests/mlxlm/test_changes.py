@@ -78,6 +78,7 @@ class Collecting(dict[int, Any]):
         return Values()
 
 
+@pytest.mark.slow
 def test_a_seam_may_end_while_another_is_made() -> None:
     model, qwen3 = shared_family("qwen3"), importlib.import_module("mlx_lm.models.qwen3")
     gc.collect()

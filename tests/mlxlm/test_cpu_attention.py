@@ -84,6 +84,7 @@ def rows_read(model: nn.Module) -> list[mx.array]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("all_calls")
+@pytest.mark.slow
 def test_a_model_says_what_it_says_without(family: str) -> None:
     model, counted = make_model(family), Counted()
     for make in (stock.make_prompt_cache, make_prompt_cache):

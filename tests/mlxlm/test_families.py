@@ -29,6 +29,7 @@ def test_every_model_file_of_mlx_lm_is_a_family_or_known_to_be_none() -> None:
 
 
 @pytest.mark.parametrize("name", WALKED)
+@pytest.mark.slow
 def test_no_column_is_wrong_and_the_docs_say_what_was_found(name: str) -> None:
     found = walk(name)
     wrong = {column: verdict.reason for column, verdict in found.items() if verdict.kind == "WRONG"}

@@ -85,6 +85,7 @@ def life(own: Watched, folder: Path, seed: int, steps: int = 14) -> None:
 
 @pytest.mark.parametrize("score", [PLACED, PLACED_ONCE, "key_diff"])
 @pytest.mark.parametrize("allocated", ALLOCATED)
+@pytest.mark.slow
 def test_each_head_keeps_what_a_slow_reference_keeps(allocated: str, score: str, tmp_path: Path) -> None:
     own = watched(llama(), allocated, score)
     life(own, tmp_path, seed=list(ALLOCATED).index(allocated))
@@ -100,6 +101,7 @@ def test_each_head_keeps_what_a_slow_reference_keeps(allocated: str, score: str,
     "stored", [{"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32, "codec": "rotated"}], ids=str
 )
 @pytest.mark.parametrize("allocated", ["head x table", "adaptive x table"])
+@pytest.mark.slow
 def test_quantised_heads(allocated: str, stored: dict[str, Any], tmp_path: Path) -> None:
     own = watched(llama(), allocated, "key_norm", **stored)
     life(own, tmp_path, seed=11)
@@ -149,6 +151,7 @@ def calibrated(model: Any) -> Calibration:
 
 
 @pytest.mark.parametrize("allocated", [None, "adaptive x table"])
+@pytest.mark.slow
 def test_the_fitted_score(allocated: str | None, tmp_path: Path) -> None:
     model = llama()
     measured = calibrated(model)

@@ -122,6 +122,7 @@ GROUP = KVCache._group_heads
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_groups_answer_as_one_buffer(seed: int, tmp_path: Path) -> None:
     twins = Twins(GROUP)
     life(twins, tmp_path, seed)
@@ -129,6 +130,7 @@ def test_groups_answer_as_one_buffer(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.slow
 def test_any_groups_answer_as_one_buffer(chosen: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_groups, "choose_groups", lambda _: chosen)
     twins, draw = Twins(GROUP), random.Random(0)
@@ -137,6 +139,7 @@ def test_any_groups_answer_as_one_buffer(chosen: list[list[int]], monkeypatch: p
     assert twins.grouped
 
 
+@pytest.mark.slow
 def test_quantised_heads_stay_in_one_buffer(tmp_path: Path) -> None:
     twins = Twins(GROUP, bits=8, group_size=32)
     life(twins, tmp_path, 0)

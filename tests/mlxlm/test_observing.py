@@ -91,6 +91,7 @@ def test_loaded_caches_are_shown_it_by_the_model_that_goes_on_with_them(tmp_path
 
 
 @pytest.mark.parametrize("score", ["snap_kv", "tova"])
+@pytest.mark.slow
 def test_loaded_caches_that_nobody_shows_it_do_not_go_by_what_is_past(score: str, tmp_path: Path) -> None:
     model, kept = make_model("qwen3"), []
     for name in (score, "key_diff"):

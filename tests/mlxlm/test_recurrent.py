@@ -210,6 +210,7 @@ def fresh(model: Any, text: list[int]) -> mx.array:
 
 
 @pytest.mark.parametrize("family", [*SAYING, *COUNTED])
+@pytest.mark.slow
 def test_models_are_trimmed_in_anybodys_loop(family: str) -> None:
     """Passes of any length and trims at random: what is read next is as if what was taken back had never been read."""
     model, draw = shared_family(family), random.Random(family)

@@ -34,6 +34,7 @@ def bytes_of(memory: PromptMemory) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12)
 @given(steps=STEPS)
+@pytest.mark.slow
 def test_whatever_is_kept_found_and_removed(kind: str, steps: list[tuple[Any, ...]]) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(blocks, "BLOCK_SLOTS", dict.fromkeys(blocks.BLOCK_SLOTS, 32))
@@ -105,6 +106,7 @@ def test_what_conversations_share_is_there_once(system: int) -> None:
     assert found.capacity <= count + 1 + 256
 
 
+@pytest.mark.slow
 def test_memory_is_given_back() -> None:
     """A block holds on to nothing else: neither to the cache that it is a part of, nor to what others have."""
     memory, _, _ = conversations(4)

@@ -98,6 +98,7 @@ def test_a_prefix_is_read_once(kind: str, tmp_path: Path) -> None:
         assert tokens == alone
 
 
+@pytest.mark.slow
 def test_tokens_that_are_gone_as_they_came_are_read_again(tmp_path: Path) -> None:
     """A store goes back to where all that is to be seen as it came is there."""
     model, store = make_model("llama", max_position_embeddings=8192), PromptStore(tmp_path)

@@ -34,6 +34,7 @@ def check_all(place: Place, reference: Reference) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6)
 @given(steps=STEPS, most=st.sampled_from([LARGE, LARGE, 120_000]), data=st.data())
+@pytest.mark.slow
 def test_whatever_is_kept_found_and_removed(
     kind: str, steps: list[tuple[Any, ...]], most: int, data: st.DataObject, tmp_path_factory: Any
 ) -> None:

@@ -67,6 +67,7 @@ def test_policies_store_as_settings_say() -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.slow
 def test_a_budget_of_the_context_is_the_full_cache_for_every_score(recall_model: Any, bits: int | None) -> None:
     model, settings = recall_model[0], replace(SMALL, bits=bits)
     trial = tasks.recall(np.random.default_rng(2), tasks.RecallLanguage(), SHAPE, 16)

@@ -41,6 +41,7 @@ def test_generate_says_what_it_says_alone(command: Callable[..., Any]) -> None:
             assert answer[name] == value, name
 
 
+@pytest.mark.slow
 def test_chat_answers_what_it_answers_alone(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_chat_answers_what_it_answers_alone(
     assert "mlx-kv: removed the last turn: 1 turn left" in leader.ours
 
 
+@pytest.mark.slow
 def test_batch_writes_what_it_writes_alone(tmp_path: Path, command: Callable[..., Any]) -> None:
     prompts, alone, together = (tmp_path / name for name in ("prompts.jsonl", "alone.jsonl", "together.jsonl"))
     lines = [{"prompt": PROMPT}, {"prompt": "import os\n", "max_tokens": 3}, {"prompt": [400, 401], "id": 9}, {"no": 1}]
@@ -80,6 +82,7 @@ def test_batch_writes_what_it_writes_alone(tmp_path: Path, command: Callable[...
         ([], ["--model", "draft"], "rank 1 has another model than rank 0 ("),
     ],
 )
+@pytest.mark.slow
 def test_ranks_that_cannot_run_together_say_the_same_line(
     options: list[str], of_the_second: list[str], line: str
 ) -> None:
@@ -93,6 +96,7 @@ def test_ranks_that_cannot_run_together_say_the_same_line(
         assert each.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_the_leader_refuses_ends_the_others(tmp_path: Path) -> None:
     leader, other = run_ranks(2, MLX_KV, "generate", "--prompt", " ")
     assert leader.ours == ["mlx-kv: error: the prompt is empty: give at least one word"]
@@ -100,6 +104,7 @@ def test_what_the_leader_refuses_ends_the_others(tmp_path: Path) -> None:
     assert (leader.code, other.code) == (2, 2)
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_the_leaders() -> None:
     with started_ranks(2, MLX_KV, "generate", "--prompt", PROMPT, "--max-tokens", 4000) as ranks:
         while not ranks.stdout(0):
@@ -174,6 +179,7 @@ def streamed(url: str, ready: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("how", ["killed", "told to end"])
+@pytest.mark.slow
 def test_serve_answers_everybody_before_it_ends(how: str) -> None:
     with started_ranks(2, MLX_KV, "serve", "--port", 0, "--drain-seconds", 1) as ranks, ThreadPoolExecutor(4) as pool:
         url = address(ranks)
@@ -212,6 +218,7 @@ def test_serve_answers_everybody_before_it_ends(how: str) -> None:
         assert (leader.code, other.code, other.stderr) == (0, 0, "")
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_leader_while_models_load_is_no_fault() -> None:
     with started_ranks(2, programs.loads) as ranks:
         for rank in (0, 1):

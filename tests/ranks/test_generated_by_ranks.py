@@ -41,6 +41,7 @@ ANSWERED_BY_MLX = tuple(name for name in EVERYTHING if "newest" not in name and 
         pytest.param("deepseek_v3", "heads", ANSWERED_BY_MLX, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_tokens_are_those_of_one_process(family: str, split: str, names: tuple[str, ...]) -> None:
     model = shared(family)
     for rank, each in enumerate(succeeded(run_ranks(2, ranked, family, split, *names, timeout=240))):

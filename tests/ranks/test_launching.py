@@ -11,6 +11,7 @@ import pytest
 from launching import HERE, run_ranks, started_ranks, succeeded
 
 
+@pytest.mark.slow
 def test_ranks_find_each_other() -> None:
     found = succeeded(run_ranks(2, programs.total, "sum"))
     assert [each.stdout for each in found] == ["sum 0 2 3\n", "sum 1 2 3\n"]

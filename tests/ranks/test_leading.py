@@ -25,6 +25,7 @@ FEW = ("rows, processed", "rows, budget, draft", "failed, budget")
         pytest.param("qwen2", "heads", 2, EVERYTHING, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_an_engine_of_all_ranks_gives_what_one_of_a_process_does(
     family: str, split: str, size: int, names: tuple[str, ...]
 ) -> None:
@@ -35,6 +36,7 @@ def test_an_engine_of_all_ranks_gives_what_one_of_a_process_does(
     assert [each.stdout for each in others] == [""] * (size - 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_no_longer_does_as_the_leader_ends_all_with_one_line() -> None:
     first, second = run_ranks(2, astray, "qwen2", "layers", timeout=120)
     assert first.stdout == "cancelled\n"

@@ -68,6 +68,7 @@ def cases(names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("split", "names"), [("heads", HEADS), ("layers", LAYERS)])
+@pytest.mark.slow
 def test_families(split: str, names: list[str]) -> None:
     asked = cases(names)
     found = told(2, split_programs.families, split, "", *asked)
@@ -80,23 +81,27 @@ def test_families(split: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("split", ["heads", "layers"])
+@pytest.mark.slow
 def test_scores_that_look_at_attention(split: str) -> None:
     for case in told(2, split_programs.families, split, "", "qwen2/4:snap_kv,tova"):
         check(case, split)
         assert not any("refused" in rank["alone"] for rank in case), "they are kept, and not refused alike"
 
 
+@pytest.mark.slow
 def test_uneven_layers_on_three_ranks() -> None:
     for case in told(3, split_programs.families, "layers", "1,2,1", "qwen3_moe:layers,bits", "deepseek_v2:norm"):
         check(case, "layers")
 
 
+@pytest.mark.slow
 def test_three_heads_on_three_ranks() -> None:
     for case in told(3, split_programs.three_heads):
         check(case, "heads")
 
 
 @pytest.mark.parametrize(("size", "split", "layers"), [(2, "heads", ""), (2, "layers", "1,3"), (3, "layers", "1,2,1")])
+@pytest.mark.slow
 def test_budgets_of_heads_and_layers_by_a_table(size: int, split: str, layers: str) -> None:
     """Each rank has the rows or columns of its part; what needs more than that is refused by name."""
     found = {case[0]["policy"]: case for case in told(size, split_programs.tables, split, layers)}
@@ -121,6 +126,7 @@ def test_budgets_of_heads_and_layers_by_a_table(size: int, split: str, layers: s
 
 
 @pytest.mark.parametrize("split", ["heads", "layers"])
+@pytest.mark.slow
 def test_a_compaction_is_one_collective_at_the_most(split: str) -> None:
     """And without it, other tokens are left than one process would leave."""
     *found, unheard = told(2, split_programs.unheard, split)
@@ -135,6 +141,7 @@ def test_a_compaction_is_one_collective_at_the_most(split: str) -> None:
     assert any(layer not in unheard[0]["alone"]["kept"] for part in kept for layer in part)
 
 
+@pytest.mark.slow
 def test_what_is_heard_is_in_the_order_of_one_process() -> None:
     """Or the last bits of sums would be others."""
     assert told(3, split_programs.order) == [[{"heads": True}] * 3, [{"rows": 1}] * 3, [{"layers": True}] * 3]
