@@ -28,7 +28,7 @@ COLUMNS = {
     "bundled": (4.2, 0.9),
     "blas": (5.1, 0.9),
     "ranks": (1, 1.5),
-    "prefixes": (2.5, 3.5),
+    "prefixes": (2, 4),
     "generation": (0, 3.5),
     "files": (2.2, 3.8),
     "mlxlm": (0, 3.5),

@@ -68,7 +68,7 @@ def chat(
         drafts,
         max_batch_size=1,
         prefill_step_size=prefill_step_size,
-        return_caches=machine.group is None,  # several ranks read each prompt in full
+        return_caches=True,
     )
     sampler = unseeded_sampler(sampling, tokenizer)
 

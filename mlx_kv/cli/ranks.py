@@ -49,7 +49,7 @@ UNSUPPORTED = {
         ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template", "lazy_load"), WHOLE_MODELS
     ),
     "prompt_cache_file": "has all of each layer, and a rank only a part: leave it out",
-    "prompt_store": "is for one machine: several ranks keep no prompts; leave it out",
+    "prompt_store": "is for one machine: several ranks keep prompts in memory; leave it out",
     "unload_after": "is for one machine: several ranks keep their weights; leave it out",
 }
 

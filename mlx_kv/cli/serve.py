@@ -373,7 +373,7 @@ def serve(
         server.prefill_step_size,
         server.max_token_wait,
         drafts.settings,
-        server.prompt_memory_bytes if machine.group is None else 0,
+        server.prompt_memory_bytes,
         None if server.prompt_store is None else open_store,
         "device" if server.memory_limit is None else server.memory_limit,
     )

@@ -24,7 +24,7 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, common_prefix
 from mlx_kv.generation.settings import LogitsProcessor
-from mlx_kv.mlxlm.traverse import attention_caches, trim_all
+from mlx_kv.mlxlm.traverse import attention_caches
 
 Message = dict[str, Any]
 Draws = Callable[[int], Sampler | None]  # what draws the tokens of a sequence, from a position on
@@ -217,14 +217,14 @@ class Conversation:
     def _keep(self, caches: list[Any] | None, known: list[int]) -> None:
         """Keeps caches that have read these tokens, or more, where a draft was right beyond the end."""
         read = max((int(cache.offset) for cache in attention_caches(caches or [])), default=0)
-        if caches is not None and read and trim_all(caches, max(0, read - len(known))):
+        if caches is not None and read and self.engine.trim(caches, max(0, read - len(known))):
             self._read = Read(caches, known[:read])
 
     def _go_back(self, tokens: Sequence[int]) -> bool:
         """Keeps of what was read what these tokens begin with; says whether the caches could."""
         same = common_prefix(self._read.tokens, list(tokens))
         caches, beyond = self._read.caches, len(self._read.tokens) - same
-        if caches is not None and same and trim_all(caches, beyond):
+        if caches is not None and same and self.engine.trim(caches, beyond):
             self._read = Read(caches, self._read.tokens[:same])
             return True
         self._read = Read()

@@ -51,7 +51,7 @@ from mlx_kv.mlxlm.batching import (
     evaluate_caches,
 )
 from mlx_kv.mlxlm.loading import weight_bytes
-from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches, trim_all
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
 
@@ -383,6 +383,10 @@ class Engine:
     def make_caches(self) -> list[Any]:
         """New caches for a `TokenSequence`: of all layers, then those of the drafter."""
         return self._decoder.make_caches()
+
+    def trim(self, caches: list[Any], n: int) -> bool:
+        """Trims the last n tokens of caches that it returned, on all ranks; returns False if it cannot."""
+        return trim_all(caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
         """Evaluated copies of the caches of a sequence that decodes; None for others, or if they cannot be trimmed.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,7 +32,9 @@ from mlx_kv.cache.state import cut_chain
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.recurrent import recurrent_states
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
-from mlx_kv.prefixes.index import Entry, PrefixCache, packed, refuse_removed
+from mlx_kv.prefixes.index import Entry, PrefixCache, min_tokens, packed, refuse_removed
+from mlx_kv.ranks.engine import Part, RankCaches
+from mlx_kv.ranks.group import RankGroup
 from mlx_kv.settings import shown
 
 # Blocks of a GPU are larger: each that a row refers to takes calls in each layer and step.
@@ -117,7 +119,10 @@ class BlockCaches:
     Attributes:
         own_bytes: outside of blocks: state of evictors, and other packages' caches.
         blocks: the bytes of each block.
+        min_tokens: how few tokens other ranks can trim their parts to; 0 without ranks.
     """
+
+    min_tokens = 0
 
     def __init__(self, shells: list[Any], strips: list[Strip]) -> None:
         self._shells, self._strips = shells, strips
@@ -351,13 +356,17 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             self._table.touch(covering, now)
             return False
         like, shared = self._table.nearest(plain.tokens, plain.fingerprint) or (None, 0)
-        copies = BlockCaches.of(caches, len(plain), None if like is None else like.caches, shared)
+        copies = self._pack(caches, len(plain), None if like is None else like.caches, shared)
         name, self._number = str(self._number), self._number + 1
-        entry = MemoryEntry(plain.tokens, plain.bytes, plain.least, plain.fingerprint, caches=copies)
+        least = max(plain.least, copies.min_tokens)
+        entry = MemoryEntry(plain.tokens, plain.bytes, least, plain.fingerprint, caches=copies)
         self._table.add(name, entry)  # from here on, nothing can fail
         self._table.touch(name, now)
         self._make_room(name, entry)
         return True
+
+    def _pack(self, caches: list[Any], tokens: int, like: BlockCaches | None, shared: int) -> BlockCaches:
+        return BlockCaches.of(caches, tokens, like, shared)
 
     def shrink(self, most: int) -> None:
         """Removes the least recently used entries until the others have at most so many bytes."""
@@ -374,3 +383,40 @@ class PromptMemory(PrefixCache[MemoryEntry]):
 
     def _last_used(self, name: str) -> float:
         return self._table.touched(name)
+
+
+# --- on several ranks -------------------------------------------------------------------------------------------------
+
+
+class RankBlocks(Part, BlockCaches):
+    """The leader's part of an entry."""
+
+    def restore(self, excess: int, tokens: int) -> list[Any]:
+        caches = RankCaches(self.group, super().restore(excess, tokens))
+        self.group.tell("restore", self.number, excess, tokens)
+        return caches
+
+
+class RankMemory(PromptMemory):
+    """The leader's, of `RankCaches`: it decides what all ranks keep, each its part. Sizes are those of its own part."""
+
+    def _pack(self, caches: Any, tokens: int, like: Any, shared: int) -> BlockCaches:
+        group, blocks = caches.group, super()._pack(caches, tokens, like, shared)
+        entry = RankBlocks(group, blocks._shells, blocks._strips)
+        group.tell("pack", caches.number, tokens, None if like is None else like.number, shared)
+        entry.min_tokens = -group.all_min([-min_tokens(caches, tokens)])[0]
+        return entry
+
+
+def memory_handlers(group: RankGroup) -> dict[str, Callable[..., object]]:
+    """A follower's handlers of the messages of a `RankMemory`, by name."""
+
+    def pack(number: int, tokens: int, like: int | None, shared: int) -> None:
+        parts = group.parts
+        parts.add(BlockCaches.of(parts[number], tokens, None if like is None else parts[like], shared))
+        group.all_min([-min_tokens(parts[number], tokens)])
+
+    def restore(number: int, excess: int, tokens: int) -> None:
+        group.parts.add(group.parts[number].restore(excess, tokens))
+
+    return {"pack": pack, "restore": restore}

@@ -10,5 +10,5 @@ Work:
 
     splitting.py     splits a model, and loads the part of a rank
     communicator.py  what budgets send to other ranks
-    engine.py        one engine on all ranks
+    engine.py        one engine on all ranks, and the caches that they keep between requests
 """

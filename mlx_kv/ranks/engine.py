@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.ranks.group import RankGroup, checksum
+from mlx_kv.mlxlm.traverse import can_trim, trim_all
+from mlx_kv.ranks.group import Parts, RankGroup, checksum
 from mlx_kv.ranks.link import RanksError
 
 MakeEngine = Callable[[Communicator], Engine]
@@ -25,13 +28,37 @@ def lead(make_engine: MakeEngine, group: RankGroup | None) -> Engine:
     """An engine on all ranks; the followers make theirs and free the previous one. Without a group, on this one."""
     if group is None:
         return make_engine(LOCAL)
+    group.parts = Parts()
     group.leader.tell("engine")
     with group.watch("beginning"):
         return LedEngine(make_engine(group), group)
 
 
+class Part:
+    """The leader's part of what all ranks have. Followers free theirs some time after this one is gone.
+
+    Args:
+        arguments: of the other base class.
+
+    Attributes:
+        number: by which all ranks know it.
+    """
+
+    def __init__(self, group: RankGroup, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.group, self.parts = group, group.parts
+        self.number = self.parts.count = self.parts.count + 1
+
+    def __del__(self) -> None:
+        self.parts.unused.append(self.number)
+
+
+class RankCaches(Part, list[Any]):
+    """The leader's part of the caches of a sequence."""
+
+
 class LedEngine(Engine):
-    """The leader's engine. Sequences are submitted without caches: ranks read each prompt in full.
+    """The leader's engine. The caches that it gives, and continues from, are `RankCaches`.
 
     A message is sent before what it says is done if ranks communicate during that, and after it if the leader may
     refuse it.
@@ -40,32 +67,60 @@ class LedEngine(Engine):
     def __init__(self, engine: Engine, group: RankGroup) -> None:
         vars(self).update(vars(engine))  # it is that engine from here on
         self._group, self._last_step = group, 0  # its checksum
+        # Prefixes that were read in this step, and what keeps them.
+        self._prefixes: list[tuple[Callable[[list[int], list[Any]], object], list[int], Any]] = []
 
     def submit(self, sequence: TokenSequence) -> None:
-        if sequence.caches is not None:
-            raise ValueError("several ranks read prompts in full: leave out caches")
+        caches: Any = sequence.caches
+        if caches is not None and getattr(caches, "parts", None) is not self._group.parts:
+            raise ValueError("other ranks have no part of these caches: leave them out, or give those of this engine")
+        if (keep := sequence.keep) is not None:
+            sequence.keep = lambda tokens, caches: self._prefixes.append((keep, tokens, self._all(caches)))
         super().submit(sequence)
-        self._group.leader.tell("submit", sequence.index, list(sequence.tokens), sequence.max_tokens)
+        fields = {name: getattr(sequence, name) for name in ("index", "tokens", "max_tokens", "before", "private")}
+        self._group.tell("submit", fields, None if caches is None else caches.number, keep is not None)
 
     def cancel(self, index: int) -> None:
-        self._group.leader.tell("cancel", index)
+        self._group.tell("cancel", index)
         super().cancel(index)
 
     def step(self) -> list[BatchToken]:
-        self._group.leader.tell("step", state_checksum(self, self._last_step))
+        self._group.tell("step", state_checksum(self, self._last_step, self._group.parts.count))
         self._last_step = FAILED
         with self._group.watch():
             tokens = super().step()
         self._last_step = step_checksum(tokens)
+        tokens = [replace(token, caches=self._all(token.caches)) if token.finish_reason else token for token in tokens]
+        prefixes, self._prefixes = self._prefixes, []
+        for keep, text, caches in prefixes:  # after the step, when followers wait for messages
+            keep(text, caches)
         return tokens
 
-    def extract(self, index: int) -> list[object] | None:
-        return None  # a sequence cannot go on from the caches of one rank
+    def extract(self, index: int) -> list[Any] | None:
+        self._group.tell("extract", index)
+        with self._group.watch():
+            return self._all(super().extract(index))
+
+    def trim(self, caches: Any, n: int) -> bool:
+        self._group.tell("trim", caches.number, n)
+        return trim_all_ranks(self._group, caches, n)
+
+    def _all(self, caches: list[Any] | None) -> RankCaches | None:
+        """Caches of this rank as those of all ranks, each of which adds its own part, or None."""
+        all_ranks = RankCaches(self._group, caches or ())
+        return None if caches is None else all_ranks
 
 
-def state_checksum(engine: Engine, last_step: int) -> int:
-    """Of the state that must be the same on all ranks before a step: the result of the last one, and the rows."""
-    return checksum([last_step, engine.rows, engine.pending])
+def trim_all_ranks(group: RankGroup, caches: list[Any] | None, n: int) -> bool:
+    """Trims the caches of all ranks, or of none, as where a rank has none."""
+    with group.watch():
+        (possible,) = group.all_min([caches is not None and (n == 0 or can_trim(caches, n))])
+    return bool(possible) and trim_all(caches or (), n)
+
+
+def state_checksum(engine: Engine, last_step: int, parts: int) -> int:
+    """Of the state that must be the same on all ranks before a step: the result of the last one, rows, and parts."""
+    return checksum([last_step, engine.rows, engine.pending, parts])
 
 
 def step_checksum(tokens: Iterable[BatchToken]) -> int:
@@ -119,26 +174,44 @@ class FollowingEngine:
             self._failed_alone = None
 
     def do_engine(self) -> None:
-        self._engine, self._last_step = None, 0
+        self._engine, self._last_step, self._group.parts = None, 0, Parts()
         mx.clear_cache()
         with self._group.watch("beginning"):
             self._engine = self._make_engine(self._group)
 
-    def do_submit(self, index: int, tokens: list[int], max_tokens: int) -> None:
-        self.engine.submit(TokenSequence(index, tokens, max_tokens))
+    def do_submit(self, fields: dict[str, Any], number: int | None, keep: bool) -> None:
+        parts = self._group.parts
+        sequence = TokenSequence(**fields, caches=None if number is None else parts.pop(number))
+        if keep:
+            sequence.keep = lambda tokens, caches: parts.add(caches)
+        self.engine.submit(sequence)
 
     def do_cancel(self, index: int) -> None:
         self.engine.cancel(index)
 
+    def do_extract(self, index: int) -> None:
+        self._group.parts.add(self.engine.extract(index))
+
+    def do_trim(self, number: int, n: int) -> None:
+        trim_all_ranks(self._group, self._group.parts[number], n)
+
+    def do_free(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._group.parts.pop(number, None)
+
     def do_step(self, expected: int) -> None:
         if self._last_step == FAILED:
             self._group.abort(self._error)
-        if expected != state_checksum(self.engine, self._last_step):
+        if expected != state_checksum(self.engine, self._last_step, self._group.parts.count):
             self._group.abort("it has other tokens, or other rows, than the leader")
         self._last_step = FAILED
         try:
             with self._group.watch():
-                self._last_step = step_checksum(self.engine.step())
+                tokens = self.engine.step()
+            self._last_step = step_checksum(tokens)
+            for token in tokens:
+                if token.finish_reason is not None:
+                    self._group.parts.add(token.caches)
         except RanksError:
             raise
         except Exception as error:

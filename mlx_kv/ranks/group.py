@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
@@ -198,6 +199,25 @@ SAMPLE_BYTES = 2**16  # of the start, the middle and the end of a file; smaller 
 MODEL_FILES = {".json", ".safetensors", ".jinja", ".txt", ".model"}  # suffixes of the files that mlx-lm reads
 
 
+class Parts(dict[int, Any]):
+    """Caches of which each rank has its part: those of a follower, by numbers that are the same on all ranks.
+
+    Each rank counts what it adds, and all add the same in the same order.
+
+    Attributes:
+        count: of all so far.
+        unused: numbers that the leader no longer needs.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.unused = 0, deque[int]()
+
+    def add(self, part: Any) -> None:
+        """On a follower: adds its part."""
+        self.count += 1
+        self[self.count] = part
+
+
 class RankGroup(Communicator):
     """All ranks of one run, on one of them. As a context manager it is closed at the end.
 
@@ -209,11 +229,12 @@ class RankGroup(Communicator):
         raw: MLX's own group, for collectives, all of which must run on mlx-lm's `generation_stream`.
         split: the part of the model that each rank has: some heads of every layer, or some layers; None while unknown.
         link: a `Leader` on rank 0, a `Follower` on any other rank.
+        parts: of the caches that are kept between requests.
     """
 
     def __init__(self, raw: mx.distributed.Group, split: Split | None, link: Leader | Follower, step: float) -> None:
         self.raw, self.link, self.rank, self.size = raw, link, raw.rank(), raw.size()
-        self.split = split
+        self.split, self.parts = split, Parts()
         self._watchdog = Watchdog(link.break_up, step)
 
     @property
@@ -232,6 +253,12 @@ class RankGroup(Communicator):
         """The link of any other rank."""
         assert isinstance(self.link, Follower), "rank 0 leads"
         return self.link
+
+    def tell(self, *message: Any) -> None:
+        """Sends a message of the leader between two steps, when followers also free the parts that it does not need."""
+        if unused := self.parts.unused:
+            self.leader.tell("free", [unused.popleft() for _ in range(len(unused))])
+        self.leader.tell(*message)
 
     # --- as a communicator ------------------------------------------------------------------------------------------
 
@@ -542,7 +569,7 @@ class TotalMemory:
         active = mx.get_active_memory()
         if self._group is None:
             return active
-        self._group.leader.tell("memory")
+        self._group.tell("memory")
         return int(active + sum(self._group.leader.answers()))
 
     @property

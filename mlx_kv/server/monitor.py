@@ -409,7 +409,7 @@ class Monitor:
         Args:
             decoding: the jobs that decode, and their caches.
             reading: batches of jobs in prefill, as `decoding`.
-            prompt_memory: bytes of cached prefixes; with several ranks, of the rank with most.
+            prompt_memory: bytes of cached prefixes; with several ranks, of the first.
             speculation: of the engine, if it drafts.
             ranks: adds up the memory of all ranks.
             planned: maximum bytes of the current rows.

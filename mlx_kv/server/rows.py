@@ -29,11 +29,11 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import attention_caches, leaves, trim_all
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED
-from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.memory import PromptMemory, RankMemory
 from mlx_kv.prefixes.reader import draft_mark, needs_checkpoints
 from mlx_kv.prefixes.store import PackedEntry, PromptStore, StoredPrompt
 from mlx_kv.ranks.engine import lead
@@ -218,7 +218,7 @@ class Rows:
         self._make_engine()
         try:
             self.prefixes = TieredPrefixes(
-                PromptMemory(settings.prompt_memory_bytes),
+                (PromptMemory if group is None else RankMemory)(settings.prompt_memory_bytes),
                 None if settings.open_store is None else settings.open_store(models),
                 wake,
                 lambda: settings.fingerprint(models, policy, self.engine),
@@ -277,7 +277,7 @@ class Rows:
 
     def _started(self, job: Job, sequence: TokenSequence) -> None:
         """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
-        if self._settings.keeps_prompts:  # others may have been kept while it waited
+        if self._settings.keeps_prompts and self._group is None:  # others may have been kept while it waited
             caches, count = self.prefixes.find(job.to_read, above=max(1, len(sequence.before)))
             continue_from(sequence, count, caches)
         job.evicted = max(tokens_evicted(sequence.caches or ()), default=0)  # counted with the job that cached them
@@ -352,7 +352,7 @@ class Rows:
         if caches is None:
             return
         tokens, read = job.all_tokens, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
-        if trim_all(caches, max(0, read - len(tokens))):
+        if self.engine.trim(caches, max(0, read - len(tokens))):
             self.prefixes.keep(tokens[:read], caches)
 
     def cancel(self, job: Job) -> bool:
@@ -392,6 +392,8 @@ class Rows:
             self._end_one()
         else:
             self.fail(list(self.active.values()), "the server failed while it generated: see its log")
+        if out_of_memory or self._group is not None:  # other ranks free what belongs to their engine
+            self.prefixes.memory.shrink(0)
         self._restart()
         for job in self.active.values():
             job.resume()
@@ -405,7 +407,6 @@ class Rows:
             self._metrics.out_of_memory.inc()
             error = "the server ran out of memory at this request: try again later, or send a shorter prompt"
             self.fail([job], error, 503)
-        self.prefixes.memory.shrink(0)
 
     def _restart(self) -> None:
         del self.engine  # first: memory may not suffice for two
@@ -564,6 +565,8 @@ class TieredPrefixes:
         """The result of a function; None, and a warning, if it fails."""
         try:
             return function()
+        except RanksError:
+            raise
         except errors as error:  # file systems raise errors of their own, and memory may be full
             log.warning("the prompt store could not be used: %s", " ".join(str(error).split()) or type(error).__name__)
             return None

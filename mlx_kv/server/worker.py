@@ -13,6 +13,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
+from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
@@ -132,7 +133,8 @@ class Worker:
         assert group is not None
         self._load_models()
         models, memory = self.models, TotalMemory(self.models.model, group)
-        follow(partial(self.settings.engine, models, self.policy), group, memory.handlers)
+        handlers = {**memory.handlers, **memory_handlers(group)}
+        follow(partial(self.settings.engine, models, self.policy), group, handlers)
 
     # --- called from other threads ------------------------------------------------------------------------------
 

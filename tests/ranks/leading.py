@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from engines import make_engine
-from generating import BUDGET, PENALTIES, PLAIN, PROMPT, TEMPERATURE, form, joined, model_of, nearly
+from generating import BUDGET, PENALTIES, PLAIN, PROMPT, RING, TEMPERATURE, form, joined, model_of, nearly
 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.cache.eviction.scores import SCORES
@@ -24,6 +24,7 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks.engine import follow, lead
 
 Make = Callable[..., Engine]
@@ -128,6 +129,52 @@ def failed(make: Make) -> list[Any]:
     return [said, drained(engine, {})]
 
 
+def going_on(policy: CachePolicy = PLAIN, **settings: Any) -> Case:
+    """What was read goes on: from prefixes, from rows that decode or were cancelled, and from those that have ended."""
+
+    def case(make: Make) -> list[Any]:
+        engine = make(policy, max_batch_size=3, prefill_step_size=8, return_caches=True, **settings)
+        told, counts = dict[str, list[int]](), list[Any]()
+        caches: dict[int, tuple[list[int], list[Any]]] = {}  # with the tokens that they have read
+        prefixes: list[tuple[list[int], list[Any]]] = []
+        engine.submit(TokenSequence(0, PROMPT, 9, keep=lambda *prefix: prefixes.append(prefix)))
+        engine.submit(TokenSequence(1, PROMPT[:20], 40))
+        engine.submit(TokenSequence(2, PROMPT[3:9], 40))
+        while len(told.get("1", ())) < 6:
+            note(engine, told)
+        for index, prompt in ((1, PROMPT[:20]), (2, PROMPT[3:9])):
+            extracted = engine.extract(index)
+            engine.cancel(index)
+            counts.append(extracted is None or offset(extracted))
+            if extracted is not None:
+                caches[index] = ([*prompt, *told[str(index)]], extracted)
+        counts.append(engine.extract(7) is None)
+        while engine.busy:
+            for token in engine.step():
+                told.setdefault(str(token.index), []).append(token.token)
+                if token.caches is not None:
+                    caches[token.index] = ([*PROMPT, *told[str(token.index)]], token.caches)
+        caches |= dict(enumerate(prefixes, 10))
+        del prefixes[:]
+        while caches:
+            index, (text, one) = caches.popitem()
+            left = min(len(text), offset(one))
+            came = engine.trim(one, offset(one) - left) and engine.trim(one, 3)  # which rings and budgets may not have
+            left -= 3 if came else 0
+            counts.append([index, came, left])
+            if came or left == offset(one):
+                engine.submit(TokenSequence(20 + index, PROMPT[5:9], 6, caches=one, before=text[:left]))
+        drained(engine, told)
+        engine.close()
+        return [told, counts]
+
+    return case
+
+
+def offset(caches: list[Any]) -> int:
+    return max(int(cache.offset) for cache in attention_caches(caches))
+
+
 BUDGETED, BY_LAYER = CachePolicy(**BUDGET), CachePolicy(share="layer", **BUDGET)
 SUFFIX: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 3, "draft_length": "fixed"}
 DRAFT: dict[str, Any] = {"draft": True, "num_draft_tokens": 3, "draft_length": "fixed"}
@@ -141,7 +188,13 @@ CASES: dict[str, Case] = {
     "rows, processed, suffix": processed(**SUFFIX),
     "made anew": made_anew,
     "failed, budget": failed,
+    "going on, plain": going_on(),
+    "going on, ring": going_on(RING),
+    "going on, budget": going_on(BUDGETED),
+    "going on, suffix": going_on(**SUFFIX),
+    "going on, budget, draft": going_on(BUDGETED, **DRAFT),
     "rows, budget of a layer, draft": coming_and_going(BY_LAYER, **DRAFT),
+    "going on, budget of a layer, draft": going_on(BY_LAYER, **DRAFT),
 }
 
 

@@ -71,7 +71,7 @@ def test_a_rank_that_fails_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> No
             heard = pool.submit(followed, other)
             for number in range(1 if silent else 3):
                 first.leader.tell("engine")
-                first.leader.tell("step", rank_engine.state_checksum(Fails(), 0))  # type: ignore[arg-type]
+                first.leader.tell("step", rank_engine.state_checksum(Fails(), 0, 0))  # type: ignore[arg-type]
                 if not silent:
                     time.sleep(0.05)
                     assert first.gone_within(0.0) is None, number

@@ -77,10 +77,12 @@ def test_followers_get_each_job_and_each_step_and_nothing_but_memory_while_all_a
             time.sleep(0.02)
         time.sleep(0.5)  # two updates of the snapshot
         kinds = [kind for kind, *_ in listener.told if kind not in ("engine", "value")]
-    assert listener.heard("submit") == [[job.number, job.tokens, 4]]
+    fields = {"index": job.number, "tokens": job.tokens, "max_tokens": 4, "before": [], "private": False}
+    assert listener.heard("submit") == [[fields, None, False]]
     assert len(listener.heard("step")) >= 4
     last = max(place for place, kind in enumerate(kinds) if kind == "step")
-    assert set(kinds[last + 1 :]) == {"memory"}
+    assert set(kinds[last + 1 :]) == {"memory", "free"}
+    assert listener.heard("free") == [[[1]]]  # the caches of the row that has ended
 
 
 def test_the_thread_that_ran_the_passes_waits_for_the_last_one(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
