@@ -84,6 +84,7 @@ def test_so_is_anything_else(wrong: Any) -> None:
             assert tried(call, argument, wrong) in (TAKEN, REFUSED), (name, argument)
 
 
+@pytest.mark.slow
 def test_token_ids_that_no_model_has_are_refused_by_all() -> None:
     """In a process of their own: an id that is not refused may read memory out of bounds, and end it."""
     script = [sys.executable, public_calls.__file__]

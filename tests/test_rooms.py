@@ -63,6 +63,7 @@ def test_imports_keep_the_contracts() -> None:
         ("attic/__init__.py", "", "Rooms import downwards only"),
     ],
 )
+@pytest.mark.slow
 def test_each_contract_can_be_broken(path: str, line: str, contract: str, tmp_path: Path) -> None:
     for name, source in (sources(PACKAGE)).items():
         copied = tmp_path / "mlx_kv" / name

@@ -45,9 +45,9 @@ def test_a_product_is_covered_by_as_many_cases_as_its_longest_list() -> None:
 @pytest.mark.parametrize(
     ("options", "counts"),
     [
-        ([], {"product": 6, "slow": 2, "partly_slow": 2, "plain": 1}),
+        pytest.param([], {"product": 6, "slow": 2, "partly_slow": 2, "plain": 1}, marks=pytest.mark.slow),
         (["--cover"], {"product": 3, "partly_slow": 1, "plain": 1}),
-        (["--quick"], {"product": 1, "partly_slow": 1, "plain": 1}),
+        pytest.param(["--quick"], {"product": 1, "partly_slow": 1, "plain": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_each_tier_has_its_cases(options: list[str], counts: dict[str, int], tmp_path: Path) -> None:

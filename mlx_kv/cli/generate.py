@@ -21,7 +21,7 @@ from mlx_kv.cli.model import (
     note_context,
     unseeded_sampler,
 )
-from mlx_kv.cli.options import EXISTING_FILE, LEADERS_FILE, command, given_options, json_option, option, options
+from mlx_kv.cli.options import EXISTING_FILE, LEADERS_FILE, command, given_options, option, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
 from mlx_kv.cli.policy import PolicyOptions
 from mlx_kv.cli.ranks import Machine, on_each_rank
@@ -141,7 +141,7 @@ class FormatOptions:
     show_default=True,
     help="Print statistics after the answer.",
 )
-@json_option
+@option("--json", "as_json", is_flag=True, summary="Print one JSON object.")
 @on_each_rank
 def generate(
     machine: Machine,

@@ -51,6 +51,7 @@ def extra(caches: list[KVCache]) -> float:
         ("key_diff", {"bits": 8}),
     ],
 )
+@pytest.mark.slow
 def test_a_compaction_takes_a_few_hundredths_of_the_cache(score: str, policy: dict[str, Any]) -> None:
     assert extra(filled(BUDGET + 64, score=score, **policy)) < MOST
 

@@ -267,6 +267,7 @@ def test_compact_on_demand() -> None:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4])
+@pytest.mark.slow
 def test_under_speculation(draft_tokens: int) -> None:
     """Rejected tokens are never scored, and budgets hold. Within one margin the schedule is that of plain decoding."""
     model, draft = make_model("llama"), make_model("llama", seed=1)

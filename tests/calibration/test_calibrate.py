@@ -192,6 +192,7 @@ def test_default_texts_are_always_the_same(reference: Any) -> None:
     assert max(map(len, default_texts(tokenizer, 2048))) <= 1024
 
 
+@pytest.mark.slow
 def test_no_default_text_is_asked_about_by_the_evaluation(reference: Any) -> None:
     _, tokenizer = reference
     read, library = "\n".join(map(tokenizer.decode, default_texts(tokenizer, 8192))), Path(ast.__file__).parent

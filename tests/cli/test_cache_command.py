@@ -114,6 +114,7 @@ def test_penalties_know_what_is_in_a_file(call: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", POLICY_OPTIONS)
+@pytest.mark.slow
 def test_drafts_without_a_model_go_on_from_a_file(options: str, call: Any, tmp_path: Path) -> None:
     """The file knows nothing of drafts; the drafter knows its text: the prompt alone has nothing that came before."""
     path, prompt = tmp_path / "p.safetensors", "\n\n\n@dataclass"

@@ -278,19 +278,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, command: Any) -> None:
     arguments, message = BAD[case]
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     places = {name: str(tmp_path / name) for name in ("empty", "broken", "binary")}
-    done = run(*(a.format(**places) if a.startswith("{") else a for a in arguments))
-    assert done.returncode == 2, done
-    assert message in done.stderr
-    assert done.stderr.startswith("mlx-kv: error: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stdout == ""
+    done = command(*(a.format(**places) if a.startswith("{") else a for a in arguments))
+    assert done.code == 2, done.err
+    assert message in done.err
+    assert done.err.startswith("mlx-kv: error: ")
+    assert done.err.count("\n") == 1, done.err
+    assert done.out == ""
 
 
 def test_a_prompt_beyond_what_the_model_was_made_for_is_noted(tmp_path: Path, command: Any) -> None:

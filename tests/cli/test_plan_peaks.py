@@ -135,6 +135,7 @@ MOST_ALLOCATED = {"head": 1.4, "layer": 1.1, "adaptive": 1.6}
 @pytest.mark.parametrize("how", ["plain", "8 bits", pytest.param("8 bits from 300 on", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("score", ["key_diff", "fitted", "kvzip"])
 @pytest.mark.parametrize("allocated", MOST_ALLOCATED)
+@pytest.mark.slow
 def test_a_plan_covers_the_peak_of_unequal_heads(allocated: str, score: str, how: str) -> None:
     model, tokenizer = models().model, models().tokenizer
     chosen: dict[str, Any] = {"share": allocated, "layers": table(len(model.layers), model.args.num_key_value_heads)}

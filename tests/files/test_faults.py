@@ -83,6 +83,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(faults: Faults, tmp_path: 
 
 
 @pytest.mark.parametrize("what", ["open", "keep", "find", "evict", "damaged"])
+@pytest.mark.slow
 def test_a_store(what: str, faults: Faults, tmp_path: Path) -> None:
     first, second = caches(1), caches(2)
     foreign = {"precious.json": b"{}", "model.safetensors": b"weights", f"{uuid.uuid4().hex}.json": b'{"a": 1}'}

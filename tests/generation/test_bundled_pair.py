@@ -9,12 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 
 import mlx_kv
 
 SOURCE = Path(__file__).parent.parent / "source.txt"
 
 
+@pytest.mark.slow
 def test_drafted_tokens_are_right(reference: Any, draft: nn.Module) -> None:
     """At K = 3, on source that neither model has read, of another project than their corpus: 45%."""
     model, tokenizer = reference

@@ -85,6 +85,7 @@ def test_drafts_change_nothing(stored: str, budget: str) -> None:
         assert [each.token for each in told] == wanted
 
 
+@pytest.mark.slow
 def test_drafts_that_see_later_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_masked", lambda scores, mask, first, last: scores)
     with pytest.raises(AssertionError):
@@ -115,6 +116,7 @@ def test_other_families_decode_what_a_prompt_reads(family: str, stored: str) -> 
 
 
 @pytest.mark.parametrize("stored", [each for each in STORED if not each.endswith("arrays")])
+@pytest.mark.slow
 def test_planes_that_are_read_wrongly_are_caught(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = Packed.mixed
     monkeypatch.setattr(Packed, "mixed", lambda self, weights, slots: genuine(self, mx.roll(weights, 1, -1), slots))

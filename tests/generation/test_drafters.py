@@ -133,6 +133,7 @@ def test_rows_with_drafts_of_any_length_get_the_same(kind: str, sampler: Tempera
 
 @pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.slow
 def test_lengths_may_be_chosen_for_a_drafter_with_caches(family: str, sampler: TemperatureSampler | None) -> None:
     model = make_model(family)
     draft = make_model(family)

@@ -120,6 +120,7 @@ def test_requests_that_cannot_be_are_refused_before_they_join(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.slow
 def test_cancel_at_any_stage_leaves_the_others_alone(kind: str) -> None:
     model = make_model("llama")
     wanted = {i: alone(model, PROMPT[: 4 + i], 12) for i in range(5)}

@@ -91,6 +91,7 @@ WAYS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_rows_of_a_batch_get_what_each_gets_alone(way: str) -> None:
     model = make_model("llama")
     wanted = {index: slowly(model, settings) for index, settings in enumerate(EACH)}

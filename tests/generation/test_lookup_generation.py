@@ -57,6 +57,7 @@ def by_row(responses: Any) -> list[list[int]]:
     ("case", "sampler"),
     [*((case, None) for case in CASES), ("llama", RULES), ("gemma3, rings past their wrap", RULES)],
 )
+@pytest.mark.slow
 def test_rows_get_what_they_get_without_drafts(case: str, sampler: TemperatureSampler | None) -> None:
     """Ragged: two rows at once, then those that waited. Within a margin: else a budget evicts at other times."""
     family, policy = CASES[case]

@@ -100,6 +100,7 @@ def test_recurrent_layers_go_on_from_what_waits(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.slow
 def test_a_draft_model_that_was_not_asked_for_long(family: str, whims: set[int], monkeypatch: Any) -> None:
     model, draft = make_model(family), make_model(family)
     draft.update(model.parameters())  # so it is always right, if it has read what came meanwhile
@@ -148,6 +149,7 @@ def test_caches_taken_at_any_time_go_on(drafter: str, whims: set[int]) -> None:
 
 
 @pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8)], ids=["greedy", "sampled"])
+@pytest.mark.slow
 def test_rows_that_are_let_go_leave_the_others_what_is_on_its_way(
     sampler: TemperatureSampler | None, whims: set[int]
 ) -> None:

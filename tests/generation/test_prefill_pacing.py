@@ -68,5 +68,6 @@ def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> No
 
 
 @pytest.mark.parametrize("policy", [CachePolicy(budget=128), CachePolicy(bits=2, quantized_start=100)], ids=repr)
+@pytest.mark.slow
 def test_what_chunks_decide_is_read_in_whole_ones(policy: CachePolicy, reference: Any) -> None:
     assert run(reference[0], policy, 1e-9) == run(reference[0], policy, None)

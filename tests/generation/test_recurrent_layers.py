@@ -117,6 +117,7 @@ class Wrong(Prophet):
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba2"])
+@pytest.mark.slow
 def test_a_drafter_that_is_always_wrong_costs_no_more_than_its_passes(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +186,7 @@ def test_rows_end_join_and_are_cancelled_while_something_waits() -> None:
 
 @pytest.mark.parametrize("draft", [None, "lfm2", "qwen3"])
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+@pytest.mark.slow
 def test_caches_that_are_handed_out_stand_where_they_say(family: str, draft: str | None) -> None:
     """Of rows that decode and of those that end; they hold no checkpoints, and go on as a fresh reading would."""
     model, wanted = shared_family(family), plain(family)

@@ -100,6 +100,7 @@ def test_every_way_to_generate_draws_the_same(reference: Any, draft: nn.Module) 
 
 
 @pytest.mark.parametrize("with_draft", [False, True])
+@pytest.mark.slow
 def test_a_prompt_of_a_batch_draws_by_its_index_alone(with_draft: bool) -> None:
     model = make_model("llama")
     options: dict[str, Any] = {"sampler": RULES, "seed": 3, "max_tokens": 30}

@@ -39,6 +39,7 @@ def answers(model: nn.Module, texts: list[list[int]], **how: Any) -> list[list[i
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("score", SCORES)
+@pytest.mark.slow
 def test_rows_of_a_batch_say_what_they_say_alone(model: nn.Module, score: str, bits: int | None) -> None:
     how = policy(score, bits=bits)
     alone = [answers(model, [text], policy=how)[0] for text in prompts()]
@@ -46,6 +47,7 @@ def test_rows_of_a_batch_say_what_they_say_alone(model: nn.Module, score: str, b
 
 
 @pytest.mark.parametrize("score", SCORES)
+@pytest.mark.slow
 def test_drafts_that_were_taken_back_leave_no_trace(model: nn.Module, score: str) -> None:
     how = policy(score)
     assert answers(model, prompts(), policy=how, drafter="ngram", num_draft_tokens=4) == answers(

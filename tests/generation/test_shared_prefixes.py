@@ -134,6 +134,7 @@ def test_prompts_that_begin_alike(family: str, policy: str, drafter: str | None)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
 def test_memory_shares_its_blocks(policy: str) -> None:
     model, settings = made("llama"), POLICIES[policy]
     engine, memory = make_engine(model, set(), settings, 8), PromptMemory(fingerprint="all")
@@ -250,6 +251,7 @@ def test_batches_of_prompts_that_begin_alike() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.slow
 def test_a_draft_model_continues_from_the_same_tokens(noise: float) -> None:
     """Caches of the draft model are copied with those of the model, and wrong drafts trim rows that share."""
     model = made("llama")

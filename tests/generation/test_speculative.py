@@ -105,6 +105,7 @@ def greedy_whatever(family: str, bits: int | None) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.1, 2.0])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "olmo3", "deepseek_v3"])
+@pytest.mark.slow
 def test_greedy_whatever_the_draft_says(family: str, noise: float, bits: int | None) -> None:
     model = make_model(family)
     policy = CachePolicy(bits=bits, group_size=32)

@@ -58,6 +58,7 @@ def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 11])
+@pytest.mark.slow
 def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple[Any, Any]) -> None:
     whole = streamed(reference, PROMPT)
     for start in range(0, 30, 3):

@@ -207,6 +207,7 @@ def test_calls_that_name_no_cache_go_to_who_takes_all_others() -> None:
     ("family", "module"),
     [("qwen3_vl", "qwen3"), ("lfm2-vl", "lfm2"), ("kimi_k25", "deepseek_v3"), ("qwen3_5", "qwen3_next")],
 )
+@pytest.mark.slow
 def test_layers_of_other_modules_are_found(family: str, module: str) -> None:
     model = shared_family(family)
     assert [found.__name__ for found in attention_modules(model)] == [f"mlx_lm.models.{module}"]

@@ -104,6 +104,7 @@ def test_a_model_says_what_it_says_without(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("all_calls")
+@pytest.mark.slow
 def test_an_answer_that_leaves_out_the_mask_and_sinks_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = cpu.attend
     monkeypatch.setattr(cpu, "attend", lambda *given: genuine(*given[:4]))

@@ -110,6 +110,7 @@ def test_quantised_heads(allocated: str, stored: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("allocated", ["layer x table", "head x table", "adaptive x table"])
+@pytest.mark.slow
 def test_a_short_layer_beside_a_row_that_evicted_nothing_is_loaded(allocated: str, tmp_path: Path) -> None:
     """Of the second row nothing is recorded, and its recent block would begin behind all that is of the first."""
     own, other = (watched(llama(), allocated, PLACED_ONCE) for _ in range(2))
@@ -133,6 +134,7 @@ def worthless_heads(tokens: ScoredTokens) -> mx.array:
     return placed_once(tokens) - 9.0 * (mx.arange(tokens.keys.shape[1]) == 0)[:, None]
 
 
+@pytest.mark.slow
 def test_heads_worth_nothing_keep_their_safeguard_of_a_layer() -> None:
     """A fifth of the mean of their layer."""
     model, score = llama(), Score("worthless heads", worthless_heads, per_token=True)

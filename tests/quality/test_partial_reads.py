@@ -74,6 +74,7 @@ class Gathered:
 
 
 @pytest.mark.parametrize("select", ["bound", "mean", "moments", "oracle"])
+@pytest.mark.slow
 def test_one_call_equals_decoding_from_the_selected_blocks(select: str) -> None:
     reading = Reading(select, block=16, divisor=4)
     model, tokens = make_model("llama", num_key_value_heads=2), mx.random.randint(0, VOCAB, (1, CONTEXT + FOLLOWING))

@@ -147,6 +147,7 @@ def test_what_is_heard_is_in_the_order_of_one_process() -> None:
     assert told(3, split_programs.order) == [[{"heads": True}] * 3, [{"rows": 1}] * 3, [{"layers": True}] * 3]
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_windows_alone_is_told() -> None:
     for case in told(2, split_programs.windows_alone):
         if case[0]["policy"] == "layers":
@@ -158,6 +159,7 @@ def test_a_rank_that_has_windows_alone_is_told() -> None:
 @pytest.mark.parametrize(
     ("size", "split", "first"), [(2, "heads", 0), (2, "layers", 100), (3, "layers", 200), (2, "copies", 300)]
 )
+@pytest.mark.slow
 def test_random_lives_of_rows(size: int, split: str, first: int) -> None:
     """All ranks keep what one process keeps, whatever becomes of the rows; of copies, what the first would keep."""
     lives = 200 if THOROUGH else 14 - 3 * size  # three ranks on two cores take long
@@ -184,6 +186,7 @@ def several_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("split", "layers"), [("", ""), ("layers", "1,4")])
+@pytest.mark.slow
 def test_a_rank_reads_its_part_alone(split: str, layers: str, several_layers: Path) -> None:
     """Nothing is ever in memory but the part, and one tensor of the whole."""
     path = several_layers if layers else model_path("reference")

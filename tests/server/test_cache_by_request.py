@@ -61,6 +61,7 @@ def centred_keys(model: nn.Module) -> CachePolicy:
 
 
 @pytest.mark.parametrize(("policy", "name", "token_bytes"), STORED, ids=[name for _, name, _ in STORED])
+@pytest.mark.slow
 def test_what_is_in_memory_is_told_as_it_is_stored(policy: CachePolicy, name: str, token_bytes: int) -> None:
     told_in_memory(name, token_bytes, policy=policy)
 

@@ -45,6 +45,7 @@ def test_what_was_read_before_is_looked_into() -> None:
 @pytest.mark.parametrize(
     ("policy", "same"), [(CachePolicy(), True), (CachePolicy(bits=8), True), (CachePolicy(max_kv_size=200), False)]
 )
+@pytest.mark.slow
 def test_prompts_that_were_kept_without_drafts_serve_with_them(policy: CachePolicy, same: bool, tmp_path: Path) -> None:
     """And the other way round; but rings have other room, and are kept apart."""
 

@@ -78,6 +78,7 @@ def test_a_server_sets_reports_and_restores_it() -> None:
         assert limit_now() == OWN
 
 
+@pytest.mark.slow
 def test_freed_buffers_stay_within_it() -> None:
     with running(memory_limit=10**8) as server:
         for number in range(6):

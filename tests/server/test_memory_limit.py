@@ -65,6 +65,7 @@ def test_rows_take_no_more_than_was_planned(policy: CachePolicy, draft: bool) ->
 
 @pytest.mark.parametrize("prompt_memory_bytes", [2**26, 0], ids=["prompts are kept", "prompts are not kept"])
 @pytest.mark.parametrize("stored", [{}, {"bits": 8}, {"bits": 8, "quantized_start": 100}], ids=str)
+@pytest.mark.slow
 def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
     stored: dict[str, int], prompt_memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_model_without_a_template_continues_the_prompt(server: Running) -> Non
     assert together == server.complete("x = 1\n\nimport os", 12)
 
 
+@pytest.mark.slow
 def test_thinking_and_calls(client: ollama.Client, says: Any) -> None:
     says(ANSWER)
     whole = client.chat("reference", ASKED, tools=[LOOK], think=True)

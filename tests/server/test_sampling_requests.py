@@ -56,6 +56,7 @@ def alone(server: Running, kind: dict[str, Any], tokens: int = 20) -> str:
 
 
 @pytest.mark.parametrize("which", ["server", "drafting"])
+@pytest.mark.slow
 def test_requests_of_all_kinds_at_once_get_what_each_gets_alone(which: str, request: pytest.FixtureRequest) -> None:
     server: Running = request.getfixturevalue(which)
     wanted = [alone(server, kind) for kind in KINDS]

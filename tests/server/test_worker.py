@@ -92,6 +92,7 @@ def worker_at_work(
         ("falcon_h1", "store", True),
     ],
 )
+@pytest.mark.slow
 def test_prompts_of_other_families_are_found_again(
     family: str, where: str, draft: bool, reference: Any, tmp_path: Path
 ) -> None:
