@@ -14,7 +14,7 @@ from calibrations import random_calibration
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction import allocation, compaction
+from mlx_kv.cache.eviction import compaction, evictor
 from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 # --- the tests above must be able to fail: bugs planted one at a time ------------------------------------------------
 
-counts, make_alive, compacted = allocation.token_counts, KeptTokens.alive, Budget.compacted
+counts, make_alive, compacted = evictor.token_counts, KeptTokens.alive, Budget.compacted
 own_counts, ties = Evictor.counts, compaction.in_order
 undo, predicted = Rotation.undo, FittedLayer.predicted
 
@@ -279,11 +279,11 @@ def heads_apart(self: FittedLayer, keys: mx.array, values: mx.array, positions: 
 
 
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
-    "a count of one less": (allocation, "token_counts", one_less, "head x table"),
-    "one less of a layer": (allocation, "token_counts", one_less, "adaptive x table"),
-    "one less of equal heads": (allocation, "token_counts", one_less, "layer x table"),
+    "a count of one less": (evictor, "token_counts", one_less, "head x table"),
+    "one less of a layer": (evictor, "token_counts", one_less, "adaptive x table"),
+    "one less of equal heads": (evictor, "token_counts", one_less, "layer x table"),
     "counts of the next layer": (Evictor, "counts", of_the_next_layer, "head x table"),
-    "shares of another number of tokens": (allocation, "token_counts", of_the_budget, "head x table"),
+    "shares of another number of tokens": (evictor, "token_counts", of_the_budget, "head x table"),
     "one dead slot is alive": (KeptTokens, "alive", one_more_alive, "head x table"),
     "one dead slot of a ranking": (KeptTokens, "alive", one_more_alive, "adaptive x table"),
     "no layer is shorter": (Budget, "compacted", never_shorter, "layer x table"),

@@ -192,7 +192,7 @@ def test_a_disk_thread_that_dies_costs_only_time(tmp_path: Path) -> None:
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(lambda: bool(server.worker._rows.active) and server.worker._rows.prefixes._loading)
+        server.wait_until(lambda: bool(server.worker._rows.active) and server.worker._rows.prefixes._load is not None)
         assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
         kill(next(iter(server.worker._rows.prefixes._disk._threads)))
         stores[-1].go_on.set()

@@ -178,7 +178,7 @@ def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
 
 LOADS = SERVE + (
     "from mlx_kv.mlxlm import loading; import time; "
-    "loading.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
+    "loading.load = lambda path, **options: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
 )
 
 

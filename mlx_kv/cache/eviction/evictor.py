@@ -712,7 +712,9 @@ class LayerGroup:
             return
         head_scores = [(each, each.step.scoring.of_heads(each.row_index)) for each in layers]
         missing = [(each, scores) for each, scores in head_scores if scores is not None]
-        local_scores = list(evaluate_together((x for _, x in missing), layers[0].step.nbytes, TOGETHER_BYTES))
+        local_scores = list(
+            evaluate_together((x for _, x in missing), layers[0].step.nbytes, TOGETHER_BYTES, at_once=True)
+        )
         gathered = self.communicator.gather_heads(local_scores) if local_scores else []
         for (each, _), scores in zip(missing, gathered, strict=True):
             each.step.scoring.set_heads(each.row_index, scores)
@@ -720,7 +722,7 @@ class LayerGroup:
     def _sum_of_layers(self, layers: Sequence[LayerStep]) -> mx.array:
         """The scores of all layers, (1, m), each scaled so that layers are comparable; added in the order of layers."""
         each_layer = (each.step.scoring.standardised(each.row_index) for each in layers)
-        here = evaluate_together(each_layer, layers[0].step.nbytes, TOGETHER_BYTES)
+        here = evaluate_together(each_layer, layers[0].step.nbytes, TOGETHER_BYTES, at_once=True)
         total = mx.zeros(1)
         for scores in self.communicator.gather_layers(list(here)) if self.communicator.splits_layers else here:
             total = total + scores

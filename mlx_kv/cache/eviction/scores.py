@@ -148,19 +148,25 @@ class Blocks:
         return evaluate_together(arrays, 4 * self.rows * self.heads * self.tokens * self.dim)
 
 
-def evaluate_together(arrays: Iterable[mx.array], nbytes: int, limit: int = TOGETHER_BYTES) -> Iterator[mx.array]:
-    """The same arrays, evaluated several at a time, which bounds the peak of memory; the last are left to the caller.
+def evaluate_together(
+    arrays: Iterable[mx.array], nbytes: int, limit: int = TOGETHER_BYTES, at_once: bool = False
+) -> Iterator[mx.array]:
+    """The same arrays, evaluated several at a time, which bounds the peak of memory.
 
     Args:
         nbytes: that each is made of.
         limit: bytes that those evaluated at once are made of.
+        at_once: as soon as there are so many; else before the next array is made, and the last are left to the caller.
     """
     together: list[mx.array] = []
     for array in arrays:
-        if len(together) == max(1, limit // nbytes):
+        if not at_once and len(together) == max(1, limit // nbytes):
             mx.eval(together)
             together.clear()
         together.append(array)
+        if at_once and len(together) == max(1, limit // nbytes):
+            mx.eval(together)
+            together.clear()
         yield array
 
 
