@@ -244,6 +244,6 @@ def test_jobs_that_come_and_go_at_any_time(
         assert sum(asked.job.cached for asked in left) > 1000
         worker = one.worker
         assert not worker._rows.active
-        assert not worker._rows._lookups
+        assert not worker._rows.prefixes._requests
         assert not worker._rows.engine.busy
         assert worker.metrics.total("engine_failures") == 0
