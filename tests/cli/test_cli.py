@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -278,8 +279,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, command: Any) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    case: str, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, message = BAD[case]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
