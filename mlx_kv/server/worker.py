@@ -190,7 +190,9 @@ class Worker:
             self.failure = lost_rank or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
             self._started.set()
-            freed_memory.end(self)
+            # MLX waits for all streams to change the limit, and holds the interpreter: with a lost rank, for good.
+            if self.group is None or self.group.gone_within(0.0) is None:
+                freed_memory.end(self)
             mx.clear_streams()  # a thread that ends without this makes MLX abort the process
 
     def _load_models(self) -> None:

@@ -94,3 +94,19 @@ def test_the_thread_that_ran_the_passes_waits_for_the_last_one(reference: Any, m
         )
         assert worker.stop(20)
     assert finished == [("mlx-kv worker", [])]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_worker_that_has_lost_a_rank_leaves_the_limit_of_freed_memory(
+    lost: bool, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To change it, MLX waits for collectives that never end, and no other thread of Python goes on meanwhile."""
+    ended: list[object] = []
+    monkeypatch.setattr("mlx_kv.server.worker.freed_memory.end", ended.append)
+    with leading(reference, CachePolicy()) as (worker, group, _):
+        if lost:
+            group.link.break_up("rank 1 is gone")
+            worker.submit(Job([1, 2, 3], 4))
+            worker._thread.join(20)
+            assert (worker.alive, worker.failure) == (False, "rank 1 is gone")
+    assert ended == ([] if lost else [worker])
