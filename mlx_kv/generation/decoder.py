@@ -251,7 +251,7 @@ class Decoder:
         how many tokens were drafted.
 
         Args:
-            max_tokens: tokens that there is use for.
+            limit: tokens that there is use for.
             room, waiting: of the model's rows.
         """
         assert self.drafter is not None

@@ -160,13 +160,13 @@ def evaluate_together(
     """
     together: list[mx.array] = []
     for array in arrays:
-        if not at_once and len(together) == max(1, limit // nbytes):
+        if at_once:
+            together.append(array)
+        if len(together) == max(1, limit // nbytes):
             mx.eval(together)
             together.clear()
-        together.append(array)
-        if at_once and len(together) == max(1, limit // nbytes):
-            mx.eval(together)
-            together.clear()
+        if not at_once:
+            together.append(array)
         yield array
 
 
