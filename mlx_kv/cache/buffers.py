@@ -171,9 +171,8 @@ class SlotBuffer:
         index = _index(slots)
         return tuple(_taken(plane, index) for plane in self.planes)
 
-    def selected(self, rows: Sequence[int], capacity: int) -> SlotBuffer:
-        """A buffer of `capacity` slots with copies of some rows, which keeps nothing of this one alive."""
-        used = min(capacity, self.capacity)
+    def selected(self, rows: Sequence[int], used: int, capacity: int) -> SlotBuffer:
+        """The first `used` slots of some rows, copied into `capacity` slots; nothing of this buffer is kept alive."""
         planes = [mx.contiguous(plane[mx.array(list(rows))][:, :, :used]) for plane in self.planes]
         if used < capacity:
             planes = [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - used), (0, 0)]) for plane in planes]

@@ -176,7 +176,9 @@ class Residual:
         first = tuple([self.first[index] for index in chosen]) if len(self.first) > 1 else self.first * len(chosen)
         if self.buffers is None:
             return self._with(None, first)
-        return self._with(_both(self.buffers, lambda buffer: buffer.selected(chosen, self.slots + 1)), first)
+        return self._with(
+            _both(self.buffers, lambda buffer: buffer.selected(chosen, self.slots + 1, self.slots + 1)), first
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Residual, int]]) -> Residual:

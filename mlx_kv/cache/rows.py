@@ -116,10 +116,10 @@ def join(cache: RowStorage, others: Sequence[RowStorage]) -> None:
         filled = [each for each in everyone if not each.empty()]
     encoded = any(each.encoded for each in filled)  # if one cache is quantised, all become so
     buffers = None  # where no row has a token: those left over from trimmed rows have rows for this cache only
-    if filled:  # at most the slots that they hold now, or can ever need
+    if filled:  # at most the slots that they hold now, can ever need, or twice what is live: see `keep`
         used = max(each.used for each in filled)
         enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
-        needed = max(each.round_up(max(used, enough)) for each in filled)
+        needed = max(each.round_up(min(2 * used + 1, max(used, enough))) for each in filled)
         buffers = joined_buffers(everyone, min(needed, max(each.capacity for each in filled)), encoded)
     cache.buffers, cache.encoded = buffers, encoded
     if cache.residual is not None:
@@ -176,9 +176,10 @@ def keep(cache: RowStorage, chosen: Sequence[int], shrink: bool = False) -> None
     cache.announced = tuple([cache.announced[index] for index in chosen])
     if cache.buffers is not None:
         used = cache.used
-        capacity = min(cache.capacity, cache.round_up(max(cache.reserved, *cache.announced, 2 * used, 1)))
-        capacity = cache.round_up(used + 1) if shrink else capacity
-        keys, values = (buffer.selected(chosen, capacity) for buffer in cache.buffers)
+        # What was announced may never come, and empty slots cost a copy as much as live ones: twice what is live is
+        # enough, as for a cache that grows.
+        capacity = cache.round_up(used + 1) if shrink else min(cache.capacity, cache.round_up(2 * used + 1))
+        keys, values = (buffer.selected(chosen, used, capacity) for buffer in cache.buffers)
         cache.buffers = keys, values
     if cache.residual is not None:
         cache.residual = cache.residual.selected(chosen)

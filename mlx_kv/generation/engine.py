@@ -39,7 +39,7 @@ from mlx_kv.generation.prefill import (
     Instructions,
     TwoPassQueue,
 )
-from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, token_scores
+from mlx_kv.generation.sequence import AnswerLengths, BatchToken, Emitted, SequenceProgress, TokenSequence, token_scores
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
@@ -124,6 +124,7 @@ class Engine:
         self._max_batch_size, (self._equal_rows, self._equal_prompts) = max_batch_size, equal_lengths
         self._classes = RowsByClass(decoder.target.model, max_batch_size)
         self._waiting: deque[TokenSequence] = deque()
+        self.answers = AnswerLengths()
         self._batched = max_batch_size > 1 or settings.return_caches
         self._admission, self._empty = decoder.admission(self._batched, self._classes.of), decoder.make_caches()
         self._active: list[TokenSequence] = []
@@ -151,6 +152,7 @@ class Engine:
         whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
         if sequence.caches is not None and self._batched:
             check_same_kinds(self._empty, sequence.caches)
+        sequence.room = self.answers.expect(sequence.max_tokens)
         if self._beginnings.shared:
             sequence.text = prompt_text(sequence, tokens_of(sequence.caches or []))
         (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
@@ -164,6 +166,9 @@ class Engine:
         self._pass_on(index)
         reading = self._admission.rows
         self._admission.keep([row for row, pending in enumerate(reading) if pending.sequence.index != index])
+        for sequence in self._active:
+            if sequence.index == index:  # its answer may be complete: servers look for stop strings
+                self.answers.count(sequence.max_tokens, sequence.emitted)
         self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
 
     def _pass_on(self, index: int) -> None:
@@ -220,6 +225,7 @@ class Engine:
                 caches = self._extracted(row) if finish is not None and self._return_caches else None
                 tokens.append((sequence, item, finish, caches))
                 if finish is not None:
+                    self.answers.count(sequence.max_tokens, number)
                     break
             if finish is None:
                 staying.append(row)

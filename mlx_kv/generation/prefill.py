@@ -25,9 +25,6 @@ from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, leaves, ma
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import whole_number
 
-# Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
-# that are reserved are allocated at once. Longer answers grow from there.
-MAX_TOKENS_AHEAD = 8192
 PREFILL_STEP = 2048
 MAX_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
 CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait meanwhile
@@ -37,10 +34,10 @@ CPU_STEPS = (512, 256, 128, 64)
 CPU_WORK = 32e9  # weights times tokens, of a chunk
 
 
-def reserve_for(caches: Iterable[Any], prompt_tokens: int, max_tokens: int) -> None:
-    """Announces a prompt and its answer to our caches, on top of what they hold; max_tokens below 0 is unknown."""
+def reserve_for(caches: Iterable[Any], prompt_tokens: int, answer_tokens: int) -> None:
+    """Announces a prompt and its answer to our caches, on top of what they hold."""
     for cache in attention_caches(caches):
-        cache.reserve(cache.size() + prompt_tokens + min(max(max_tokens, 0), MAX_TOKENS_AHEAD))
+        cache.reserve(cache.size() + prompt_tokens + answer_tokens)
 
 
 def chunk_for(model: Any) -> int:
@@ -368,7 +365,7 @@ class TwoPassQueue:
         with mx.stream(generation_stream):
             if self._current is None:
                 caches = sequence.caches = sequence.caches or self._make_caches()
-                reserve_for(caches, len(sequence.tokens), sequence.answer_room)
+                reserve_for(caches, len(sequence.tokens), sequence.room)
                 texts = [sequence.tokens[:-1]]
                 self._current = TwoPassPrefill(self._read, caches, texts, self._step, self._instructions)
                 sequence.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.settings import LogitsProcessor
 
+FIRST_EXPECTED = 256  # tokens of an answer, before any has ended
+ANSWERS_SEEN, LIKELY = 64, 0.9  # answers of a class that are remembered; the share of them that gets enough room
 UNLIMITED = 2**62  # max_tokens of a sequence that only its caller ends
 
 
@@ -89,6 +92,7 @@ class TokenSequence:
         keep: called while its prompt is read, after some chunks and at the end, with the tokens that were read and
             copies of the caches.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
+        room: tokens of its answer for which slots are allocated at first; more come as it grows. Set by the engine.
         text: all tokens of the prompt, for rows that begin alike; None if it is not to be shared.
     """
 
@@ -107,12 +111,8 @@ class TokenSequence:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    room: int = field(default=0, init=False)
     text: np.ndarray[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
-
-    @property
-    def answer_room(self) -> int:
-        """Tokens of the answer for which room is reserved."""
-        return 0 if self.max_tokens == UNLIMITED else self.max_tokens
 
     def start(self) -> None:
         """Its prompt begins to be read."""
@@ -138,6 +138,27 @@ class TokenSequence:
                 self.detokenizer.finalize()
             text = self.detokenizer.last_segment
         return BatchToken(self.index, text, token, finish, from_draft, caches, score)
+
+
+class AnswerLengths:
+    """Lengths of the answers so far, which say how long the next ones are likely to be.
+
+    Clients ask for as many tokens as they could ever use, and nearly all answers end far earlier: slots for max_tokens
+    would be memory that nobody writes to. Answers are classed by the power of two below their max_tokens, since those
+    who set it low often use all of it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[int]] = {}
+
+    def count(self, max_tokens: int, tokens: int) -> None:
+        """Counts an answer that has ended after so many tokens."""
+        self._seen.setdefault(max_tokens.bit_length(), deque(maxlen=ANSWERS_SEEN)).append(tokens)
+
+    def expect(self, max_tokens: int) -> int:
+        """Tokens that nine in ten of the last answers did not exceed; 256 before any, and never above max_tokens."""
+        seen = sorted(self._seen.get(max_tokens.bit_length(), ())) or [FIRST_EXPECTED]
+        return min(max_tokens, seen[int(LIKELY * (len(seen) - 1))])
 
 
 def common_prefix(tokens: list[int], others: list[int]) -> int:

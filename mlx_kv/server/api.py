@@ -73,7 +73,7 @@ CHAT_PAGE = Path(__file__).with_name("chat.html")  # a chat in the browser, thro
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-COUNTERS = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses")
+COUNTERS = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses", "preemptions")
 MAX_PATH = 200  # characters of a path in the access log
 ErrorResponse = Callable[[Request, ApiError], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -25,6 +25,7 @@ from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import LeadIn
+from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.output import (
     ChatOutputParser,
@@ -355,7 +356,7 @@ class RequestHandler:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        if refusal := self._worker.limit.refusal(self._worker.plan, len(tokens), max_tokens):
+        if refusal := self._worker.limit.refusal(self._worker.plan, len(tokens), min(max_tokens, FIRST_EXPECTED)):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
         vocabulary = self._worker.vocabulary
         if request.sampling.logit_bias and (largest := max(request.sampling.biases)) >= vocabulary:

@@ -21,13 +21,11 @@ from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.row_classes import MAX_PADDING
-from mlx_kv.generation.prefill import MAX_TOKENS_AHEAD
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import RowMemory, default_limit
 from mlx_kv.prefixes.index import shared
 
-MAX_SLACK = 8192  # slots that a growing cache allocates beyond need
 RESOLUTION = 1000  # gaps between positions below this fraction of a row are closed
 log = logging.getLogger("mlx_kv.server")
 
@@ -87,9 +85,12 @@ class RowPlan:
 
     def slots(self, prompt: int, answer: int) -> RowSlots:
         """Slots for a prompt and an answer of so many tokens, if none is evicted."""
+        return RowSlots(prompt, prompt + answer + self.drafted)
+
+    def grow(self, prompt: int, answer: int) -> int:
+        """Tokens of an answer for which a row has room once it grows beyond so many, by the rule of its caches."""
         slots = prompt + answer + self.drafted
-        grows = answer > MAX_TOKENS_AHEAD  # slots are reserved for so many tokens; later, more than needed
-        return RowSlots(prompt, slots + (min(slots // 2, MAX_SLACK) if grows else 0))
+        return self.memory.growth.capacity(slots + 1, round_up(slots)) - prompt - self.drafted
 
     def nbytes(self, slots: int) -> int:
         """Bytes of one row in a batch of which the longest row has so many slots."""
@@ -159,12 +160,12 @@ class MemoryLimit:
         return None if self.for_rows is None else max(0, self.for_rows - planned)
 
     def refusal(self, plan: RowPlan, prompt: int, answer: int) -> str | None:
-        """An error message if a prompt and an answer of so many tokens never fit, else None."""
+        """An error message if a prompt and an answer of so many tokens do not fit without other rows, else None."""
         needed = plan.together([plan.slots(prompt, answer)])
         if self.fits(needed):
             return None
         return (
-            f"a prompt of {prompt:,} tokens and an answer of up to {answer:,} take {needed / 1e6:,.1f} MB, and this "
+            f"a prompt of {prompt:,} tokens and {answer:,} of an answer take {needed / 1e6:,.1f} MB, and this "
             f"server has {max(0, self.for_rows or 0) / 1e6:,.1f} MB for keys and values: shorten the prompt, or lower "
             "max_tokens"
         )

@@ -56,12 +56,14 @@ class Job:
         grammar: constrains the answer; None is unconstrained.
         on_match: called in the worker's thread when `cached` is set.
         has_row: whether it has a row: in prefill, or decoding.
+        room: tokens of the answer that are planned for while it has a row.
         cached: prompt tokens found in the prefix cache.
         read: prompt tokens read so far, cached ones included.
         drafted, accepted: draft tokens of the last pass, and accepted ones so far.
         evicted: tokens no longer in its caches, those evicted before they were cached included.
         answer: tokens so far.
         resumed: tokens of the answer that are read with the prompt, since the row was lost and starts again.
+        caches: of the lost row, and how many tokens they have read, if it cannot be read again as it was.
     """
 
     tokens: list[int]
@@ -75,6 +77,7 @@ class Job:
     since: float = field(default_factory=time.monotonic)
     on_match: Callable[[], None] = lambda: None
     has_row: bool = False
+    room: int = 0
     cached: int = 0
     read: int = 0
     drafted: int = 0
@@ -82,6 +85,7 @@ class Job:
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
     resumed: int = 0
+    caches: tuple[list[Any], int] | None = None
 
     @property
     def to_read(self) -> list[int]:

@@ -252,14 +252,14 @@ class Rows:
                 job.drafted, job.accepted = progress.drafted, progress.accepted
 
     def planned(self, candidate: Job | None = None) -> int:
-        """Maximum bytes of all rows, and of one job that may get a row.
+        """Bytes of all rows with the answers that they are likely to have, and of one job that may get a row.
 
         A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
         """
         jobs = [*self.active.values(), *(() if candidate is None else (candidate,))]
         if not jobs:
             return 0
-        slots = [self.plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
+        slots = [self.plan.slots(len(job.tokens), job.room if job.has_row else self._expect(job)) for job in jobs]
         if shares := self.plan.shares(slots):
             slots = with_shared(slots, [job.prompt if job.keep else None for job in jobs])
         needed, decoding = self.plan.together(slots), len(self.engine.rows)
@@ -268,10 +268,40 @@ class Rows:
         allocated = sum(int(cache.nbytes) for cache in leaves(self.engine.caches))
         return max(needed, allocated if shares else allocated * len(jobs) // decoding)
 
+    def _expect(self, job: Job) -> int:
+        """Tokens of an answer for which a row gets room at first."""
+        return job.resumed + self.engine.answers.expect(job.max_tokens - job.resumed)
+
+    def outgrow(self) -> bool:
+        """Plans for more tokens of the answers that outgrow what was planned; returns whether there is one."""
+        jobs = [job for job in self.active.values() if job.room <= len(job.answer) < job.max_tokens]
+        for job in jobs:
+            job.room = self.plan.grow(len(job.tokens), len(job.answer))
+        return bool(jobs)
+
+    def preempt(self) -> Job:
+        """Takes the row of the newest job, which will go on where it was: from the prefix cache, or read again."""
+        job = self.active[max(self.active)]
+        caches = self.engine.extract(job.number)
+        if caches is not None:
+            if self._settings.keeps_prompts and job.keep:
+                self._keep(job, caches)
+            read = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+            # What a budget has evicted depends on when, so such a row keeps its few tokens.
+            if self.policy.budget is not None and trim_all(caches, max(0, read - len(job.all_tokens) + 1)):
+                job.caches = caches, min(read, len(job.all_tokens) - 1)
+        self.engine.cancel(job.number)
+        del self.active[job.number]
+        job.resume()
+        job.has_row = False
+        self._metrics.preemptions.inc()
+        return job
+
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
         """Gives a job a row."""
+        job.room = self._expect(job)
         self.active[job.number], job.has_row = job, True  # from here on, a failure ends it
         self.prefixes.request(job)
 
@@ -301,6 +331,8 @@ class Rows:
 
     def _submit(self, job: Job, caches: list[Any] | None, count: int) -> None:
         """Submits a job to the engine, with caches that have read so many tokens of its prompt."""
+        if job.caches is not None:
+            (caches, count), job.caches = job.caches, None
         sampler = job.sampling.sampler(len(job.to_read), self._models.tokenizer)
         before, tokens, max_tokens = job.to_read[:count], job.to_read[count:], job.max_tokens - job.resumed
         sequence = TokenSequence(job.number, tokens, max_tokens, self._detokenizer(job), sampler, caches, before)

@@ -230,6 +230,7 @@ class Worker:
         while not self._stopping:
             try:
                 self._read_inbox()
+                self._preempt_rows()
                 self._admit_waiting()
                 self._rows.step()
                 self._update_monitor()
@@ -279,6 +280,26 @@ class Worker:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
+
+    def _preempt_rows(self) -> None:
+        """Takes rows from the newest jobs while answers that outgrew what was expected of them leave too little memory.
+
+        The oldest keeps its row, so that each job becomes the oldest and ends; if it does not fit alone, it fails.
+        """
+        rows = self._rows
+        if not rows.outgrow():
+            return
+        while not self.limit.fits(planned := rows.planned()):
+            if len(rows.active) == 1:
+                (job,) = rows.active.values()
+                error = self.limit.refusal(self.plan, len(job.tokens), job.room)
+                if error is not None:
+                    rows.engine.cancel(job.number)
+                    rows.fail([job], error, 400)
+                break
+            self._waiting.appendleft(rows.preempt())
+            self._blocked_at = None
+        self._shrink_prefixes(planned)
 
     def _admit_waiting(self) -> None:
         """Gives rows to waiting jobs in their order, as far as there is room."""

@@ -12,6 +12,7 @@ import pytest
 from serving import LONG, check_error, running
 
 from mlx_kv import CachePolicy
+from mlx_kv.generation import sequence
 from mlx_kv.generation.prefill import TwoPassPrefill
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.planning import Layer, RowMemory, default_limit
@@ -19,6 +20,8 @@ from mlx_kv.prefixes.index import packed
 from mlx_kv.server.api import Limits
 from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, with_shared
 from mlx_kv.server.worker import Worker
+
+KEPT = {"prompt_memory_bytes": 2**28}
 
 
 class Watched:
@@ -105,6 +108,51 @@ def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None
     assert watched.rows == 3
 
 
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        (CachePolicy(), KEPT),
+        (CachePolicy(), {}),
+        pytest.param(CachePolicy(), {**KEPT, "draft": True}, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(bits=8), KEPT, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(max_kv_size=300), KEPT, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(budget=400), KEPT, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(budget=400), {}, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(budget=400, score="kvzip"), KEPT, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(budget=400, bits=8, score="snap_kv"), KEPT, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_that_outgrow_the_limit_give_way_and_go_on_where_they_were(
+    policy: CachePolicy, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was expected of the answers, each client gets what it gets alone: greedy, drawn, and under a grammar."""
+    monkeypatch.setattr(sequence, "FIRST_EXPECTED", 16)
+    prompts = [f"def number_{index}(n):\n" + LONG[index : index + 40 * index] for index in range(10)]
+    with running(policy, max_batch_size=10, **how) as free:
+        plan, weights = free.worker.plan, free.worker.limit.weights
+        bias = {str(free.worker.models.tokenizer.eos_token_id): -100}
+        kinds: list[dict[str, Any]] = [
+            {"logit_bias": bias},
+            {"logit_bias": bias, "temperature": 1, "seed": 3, "frequency_penalty": 0.5},
+            {"regex": "[a-c ]{500}", "logprobs": 1},
+        ]
+        bodies = [{"prompt": p, "max_tokens": 400, **kinds[index % 3]} for index, p in enumerate(prompts)]
+        wanted = [free.post(**body).json()["choices"] for body in bodies]
+    limit = weights + 3 * plan.nbytes(768)
+    with running(policy, max_batch_size=10, memory_limit=limit, **how) as server, ThreadPoolExecutor(10) as pool:
+        watched = Watched(server.worker)
+        told = [each.json()["choices"] for each in pool.map(lambda body: server.post(**body), bodies)]
+        server.wait_until_empty()
+        preemptions = server.worker.metrics.total("preemptions")
+    assert [choices[0]["text"] for choices in told] == [choices[0]["text"] for choices in wanted]
+    assert [choices[0]["finish_reason"] for choices in told] == [choices[0]["finish_reason"] for choices in wanted]
+    tokens = [choices[0]["logprobs"] and choices[0]["logprobs"]["tokens"] for choices in told]
+    assert tokens == [choices[0]["logprobs"] and choices[0]["logprobs"]["tokens"] for choices in wanted]
+    assert watched.rows > 3
+    assert preemptions > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt_memory_bytes", [2**28, 0], ids=["prompts are kept", "prompts are not kept"])
 def test_a_limit_of_four_copies_serves_sixteen_clients_that_share_a_prompt_at_once(prompt_memory_bytes: int) -> None:
@@ -153,11 +201,22 @@ def test_what_never_fits_is_refused_with_the_figure() -> None:
     with running(memory_limit=weights + plan.nbytes(512), limits=Limits(max_tokens=16)) as server:
         assert server.complete(LONG[:400], 16)
         for stream in (False, True):
-            error = check_error(server.post(prompt=LONG[:400], max_tokens=1500, stream=stream), 400)
+            error = check_error(server.post(prompt=LONG, max_tokens=1500, stream=stream), 400)
             assert error["code"] == "memory_limit_exceeded"
-            assert "and an answer of up to 1,500 take " in error["message"]
+            assert "tokens and 256 of an answer take " in error["message"]
             assert f"has {plan.nbytes(512) / 1e6:,.1f} MB" in error["message"]
         server.wait_until_empty()
+
+
+def test_an_answer_that_outgrows_the_limit_alone_is_an_error_with_the_figure() -> None:
+    with running(max_batch_size=4) as free:
+        plan, weights = free.worker.plan, free.worker.limit.weights
+    bias = {str(free.worker.models.tokenizer.eos_token_id): -100}
+    with running(memory_limit=weights + plan.nbytes(768)) as server:
+        error = check_error(server.post(prompt="import", max_tokens=5000, logit_bias=bias), 400)
+        assert f"has {plan.nbytes(768) / 1e6:,.1f} MB for keys and values: shorten" in error["message"]
+        server.wait_until_empty()
+        assert server.complete("import", 600)  # fits
 
 
 def test_kept_prompts_make_room_for_rows() -> None:
@@ -183,7 +242,8 @@ def test_a_plan_counts_slots_as_caches_take_them() -> None:
     layers = Layer("sliding", bytes_per_slot=10, max_slots=512), Layer("full", bytes_per_slot=4, state_bytes=100)
     plan = RowPlan(RowMemory.of(layers, CachePolicy()))
     assert plan.slots(200, 56).slots == 256
-    assert plan.slots(1000, 20_000).slots == 1000 + 20_000 + 8192  # it may grow to 8,192 more than needed
+    assert plan.grow(1000, 20_000) == 82 * 256 + 8192 - 1000  # at most 8,192 more than needed
+    assert plan.grow(200, 56) == 512 - 200
     assert plan.nbytes(257) == plan.nbytes(512)  # in multiples of 256
     assert plan.nbytes(256) == 100 + 256 * 14
     assert plan.nbytes(1024) == 100 + 5120 + 4096
