@@ -568,8 +568,8 @@ class KVCache:
         if self.quantized_start:
             self.buffers = None  # the new session begins plain again
 
-    def reserve(self, tokens: int) -> None:
-        """Announces that each row will hold `tokens` tokens in all: the next allocation makes room for them.
+    def reserve(self, tokens: int, row: int | None = None) -> None:
+        """Announces that each row, or one, will hold `tokens` tokens in all: the next allocation makes room for them.
 
         Applies to the current rows only.
 
@@ -577,8 +577,12 @@ class KVCache:
             ValueError: a negative number.
         """
         number = whole_number("reserve", tokens)
-        pairs = zip(self.announced, self.rows, strict=True)
-        self.announced = tuple([max(slots, number - row.shared) for slots, row in pairs])
+        self.announced = tuple(
+            [
+                max(slots, number - held.shared) if row in (None, index) else slots
+                for index, (slots, held) in enumerate(zip(self.announced, self.rows, strict=True))
+            ]
+        )
 
     def maybe_trim_front(self) -> None:
         """Drops the tokens before the last chunk_size, if any; models with chunked attention call it in each step."""

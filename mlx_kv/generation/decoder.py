@@ -106,7 +106,7 @@ class Decoder:
     def pending(self, sequence: TokenSequence) -> PendingRow:
         """A row to come, with caches that have room for its prompt and answer."""
         caches = self.make_caches() if sequence.caches is None else sequence.caches
-        reserve_for(caches, len(sequence.tokens), sequence.room + self.draft_tokens)
+        reserve_for(caches, len(sequence.tokens), sequence.room - sequence.resumed + self.draft_tokens)
         return PendingRow(sequence, caches, kept=len(sequence.before))
 
     def join(self, sequences: Sequence[TokenSequence], caches: list[Any], drafter_caches: list[Any]) -> None:

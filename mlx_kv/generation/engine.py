@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import (
     MIN_CHUNK,
@@ -38,6 +39,7 @@ from mlx_kv.generation.prefill import (
     NO_INSTRUCTIONS,
     Instructions,
     TwoPassQueue,
+    next_room,
 )
 from mlx_kv.generation.sequence import AnswerLengths, BatchToken, Emitted, SequenceProgress, TokenSequence, token_scores
 from mlx_kv.generation.speculation import DraftSettings
@@ -51,7 +53,7 @@ from mlx_kv.mlxlm.batching import (
     evaluate_caches,
 )
 from mlx_kv.mlxlm.loading import weight_bytes
-from mlx_kv.mlxlm.traverse import attention_caches, trim_all
+from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of, trim_all
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
 
@@ -107,12 +109,14 @@ class Engine:
         settings: EngineSettings,
         statistics: SpeculationStatistics | None = None,
         equal_lengths: tuple[bool, bool] = (False, False),
+        growth: Growth = DEFAULT,
     ) -> None:
         """
         Args:
             decoder: of this engine alone; it drafts as `settings` say.
             ends, statistics: as in `make_engine`.
             equal_lengths: as of the model.
+            growth: of the policy.
         """
         max_batch_size = settings.max_batch_size
         self._decoder, self._ends, self._return_caches = decoder, ends, settings.return_caches
@@ -124,7 +128,7 @@ class Engine:
         self._max_batch_size, (self._equal_rows, self._equal_prompts) = max_batch_size, equal_lengths
         self._classes = RowsByClass(decoder.target.model, max_batch_size)
         self._waiting: deque[TokenSequence] = deque()
-        self.answers = AnswerLengths()
+        self.answers, self._growth = AnswerLengths(), growth
         self._batched = max_batch_size > 1 or settings.return_caches
         self._admission, self._empty = decoder.admission(self._batched, self._classes.of), decoder.make_caches()
         self._active: list[TokenSequence] = []
@@ -152,7 +156,7 @@ class Engine:
         whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
         if sequence.caches is not None and self._batched:
             check_same_kinds(self._empty, sequence.caches)
-        sequence.room = self.answers.expect(sequence.max_tokens)
+        sequence.room = sequence.room or self.answers.expect(sequence.max_tokens)
         if self._beginnings.shared:
             sequence.text = prompt_text(sequence, tokens_of(sequence.caches or []))
         (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
@@ -166,9 +170,6 @@ class Engine:
         self._pass_on(index)
         reading = self._admission.rows
         self._admission.keep([row for row, pending in enumerate(reading) if pending.sequence.index != index])
-        for sequence in self._active:
-            if sequence.index == index:  # its answer may be complete: servers look for stop strings
-                self.answers.count(sequence.max_tokens, sequence.emitted)
         self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
 
     def _pass_on(self, index: int) -> None:
@@ -209,8 +210,28 @@ class Engine:
             self._read_prompts()
             if not self._active:
                 return []
+            self._make_room()
             left = max(sequence.max_tokens - sequence.emitted for sequence in self._active)
             return self._finish_rows(self._decoder.round(left, self._statistics))
+
+    def _make_room(self) -> None:
+        """Announces more tokens of the answers that outgrow what was expected of them."""
+        for sequence in self._active:
+            needed = sequence.emitted + 2  # the next pass may begin before the tokens of this one are known
+            if sequence.room < min(needed, sequence.max_tokens):
+                prompt = sequence.prompt_tokens + self._decoder.draft_tokens
+                room = next_room(self._growth, prompt, needed, sequence.max_tokens)
+                Engine.make_room(self, sequence.index, room)  # on this rank: the others do the same
+
+    def make_room(self, index: int, tokens: int) -> None:
+        """Announces that the answer of a sequence that decodes will have so many tokens."""
+        for row, sequence in enumerate(self._active):
+            if sequence.index == index:
+                sequence.room, slots = tokens, sequence.prompt_tokens + tokens + self._decoder.draft_tokens
+                for cache in leaves(self._decoder.target.caches):
+                    if places := places_of(cache):
+                        part, number = places[row]
+                        part.reserve(slots, number)
 
     def _finish_rows(
         self, emitted: list[list[Emitted]]
@@ -395,13 +416,15 @@ class Engine:
         return trim_all(caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
-        """Evaluated copies of the caches of a sequence that decodes; None for others, or if they cannot be trimmed.
+        """Evaluated copies of the caches of a sequence that decodes, or whose prompt is being read.
 
         They may hold more tokens than were returned (see their offset): a pass may be on its way, and a draft may have
-        been right beyond the end.
+        been right beyond the end. None for others, for prompts that are read twice, or if they cannot be trimmed.
         """
-        rows = self.rows
-        return self._extracted(rows.index(index)) if index in rows else None
+        if index in (rows := self.rows):
+            return self._extracted(rows.index(index))
+        reading = [row for row, pending in enumerate(self._admission.rows) if pending.sequence.index == index]
+        return evaluate_caches(self._admission.extract(reading[0])) if reading else None
 
     def _extracted(self, row: int) -> list[Any] | None:
         with mx.stream(generation_stream):  # what was accepted may have to be read first
@@ -461,7 +484,7 @@ def make_engine(
     if drafts or communicator.distributed or by_chunk:
         max_wait = None
     settings = replace(settings, max_batch_size=max_batch_size, return_caches=return_caches, max_wait=max_wait)
-    return Engine(decoder, ends, settings, statistics, equal)
+    return Engine(decoder, ends, settings, statistics, equal, policy.growth)
 
 
 # --- MLX's wired limit ------------------------------------------------------------------------------------------------

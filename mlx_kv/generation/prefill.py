@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from mlx_kv.cache.growth import SLOT_MULTIPLE, Growth, round_up
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
 from mlx_kv.generation.encoding import QUERY, apply_template
@@ -38,6 +39,12 @@ def reserve_for(caches: Iterable[Any], prompt_tokens: int, answer_tokens: int) -
     """Announces a prompt and its answer to our caches, on top of what they hold."""
     for cache in attention_caches(caches):
         cache.reserve(cache.size() + prompt_tokens + answer_tokens)
+
+
+def next_room(growth: Growth, prompt_tokens: int, answer_tokens: int, max_tokens: int) -> int:
+    """Tokens of an answer that get room where it needs so many: as caches grow, but never more than it may have."""
+    slots = prompt_tokens + answer_tokens
+    return min(max_tokens, growth.capacity(slots, round_up(slots) - SLOT_MULTIPLE) - prompt_tokens)
 
 
 def chunk_for(model: Any) -> int:
@@ -365,7 +372,7 @@ class TwoPassQueue:
         with mx.stream(generation_stream):
             if self._current is None:
                 caches = sequence.caches = sequence.caches or self._make_caches()
-                reserve_for(caches, len(sequence.tokens), sequence.room)
+                reserve_for(caches, len(sequence.tokens), sequence.room - sequence.resumed)
                 texts = [sequence.tokens[:-1]]
                 self._current = TwoPassPrefill(self._read, caches, texts, self._step, self._instructions)
                 sequence.start()

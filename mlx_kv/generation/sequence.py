@@ -92,7 +92,9 @@ class TokenSequence:
         keep: called while its prompt is read, after some chunks and at the end, with the tokens that were read and
             copies of the caches.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
-        room: tokens of its answer for which slots are allocated at first; more come as it grows. Set by the engine.
+        resumed: how many of `tokens`, the last ones, count as its answer: it goes on where another sequence ended.
+        room: tokens of its answer, resumed ones included, for which slots are allocated; more come as it grows. 0 is
+            what its engine expects.
         text: all tokens of the prompt, for rows that begin alike; None if it is not to be shared.
     """
 
@@ -110,9 +112,18 @@ class TokenSequence:
     keep: Callable[[list[int], list[Any]], object] | None = None
     drafted: int = 0
     accepted: int = 0
-    emitted: int = 0
-    room: int = field(default=0, init=False)
+    resumed: int = 0
+    emitted: int = field(default=0, init=False)
+    room: int = 0
     text: np.ndarray[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.emitted = self.resumed
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before its answer."""
+        return len(self.before) + len(self.tokens) - self.resumed
 
     def start(self) -> None:
         """Its prompt begins to be read."""

@@ -77,12 +77,17 @@ class LedEngine(Engine):
         if (keep := sequence.keep) is not None:
             sequence.keep = lambda tokens, caches: self._prefixes.append((keep, tokens, self._all(caches)))
         super().submit(sequence)
-        fields = {name: getattr(sequence, name) for name in ("index", "tokens", "max_tokens", "before", "private")}
+        names = "index", "tokens", "max_tokens", "before", "private", "resumed", "room"
+        fields = {name: getattr(sequence, name) for name in names}
         self._group.tell("submit", fields, None if caches is None else caches.number, keep is not None)
 
     def cancel(self, index: int) -> None:
         self._group.tell("cancel", index)
         super().cancel(index)
+
+    def make_room(self, index: int, tokens: int) -> None:
+        self._group.tell("make_room", index, tokens)
+        super().make_room(index, tokens)
 
     def step(self) -> list[BatchToken]:
         self._group.tell("step", state_checksum(self, self._last_step, self._group.parts.count))
@@ -188,6 +193,9 @@ class FollowingEngine:
 
     def do_cancel(self, index: int) -> None:
         self.engine.cancel(index)
+
+    def do_make_room(self, index: int, tokens: int) -> None:
+        self.engine.make_room(index, tokens)
 
     def do_extract(self, index: int) -> None:
         self._group.parts.add(self.engine.extract(index))

@@ -17,10 +17,11 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, FixedStep, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.row_classes import MAX_PADDING
+from mlx_kv.generation.prefill import next_room
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import RowMemory, default_limit
@@ -87,10 +88,10 @@ class RowPlan:
         """Slots for a prompt and an answer of so many tokens, if none is evicted."""
         return RowSlots(prompt, prompt + answer + self.drafted)
 
-    def grow(self, prompt: int, answer: int) -> int:
-        """Tokens of an answer for which a row has room once it grows beyond so many, by the rule of its caches."""
-        slots = prompt + answer + self.drafted
-        return self.memory.growth.capacity(slots + 1, round_up(slots)) - prompt - self.drafted
+    def grow(self, prompt: int, answer: int, max_tokens: int, slack: bool) -> int:
+        """Tokens of an answer for which a row gets room once it outgrows so many."""
+        growth = self.memory.growth if slack else FixedStep()
+        return next_room(growth, prompt + self.drafted, answer, max_tokens)
 
     def nbytes(self, slots: int) -> int:
         """Bytes of one row in a batch of which the longest row has so many slots."""

@@ -56,6 +56,7 @@ class Job:
         grammar: constrains the answer; None is unconstrained.
         on_match: called in the worker's thread when `cached` is set.
         has_row: whether it has a row: in prefill, or decoding.
+        started: whether its prompt has begun to be read, in this row or one that it lost.
         room: tokens of the answer that are planned for while it has a row.
         cached: prompt tokens found in the prefix cache.
         read: prompt tokens read so far, cached ones included.
@@ -77,6 +78,7 @@ class Job:
     since: float = field(default_factory=time.monotonic)
     on_match: Callable[[], None] = lambda: None
     has_row: bool = False
+    started: bool = False
     room: int = 0
     cached: int = 0
     read: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_kv.cache.row_classes import MIN_SAVING
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.serialization import model_fingerprint
-from mlx_kv.generation.admission import continue_from, shares_up_to
+from mlx_kv.generation.admission import continue_from, shares_up_to, tokens_of
 from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
 from mlx_kv.generation.prefill import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
@@ -29,7 +29,7 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED
@@ -39,7 +39,8 @@ from mlx_kv.prefixes.store import PackedEntry, PromptStore, StoredPrompt
 from mlx_kv.ranks.engine import lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.memory import RowPlan, tokens_evicted, with_shared
+from mlx_kv.server.json_http import SHUTTING_DOWN
+from mlx_kv.server.memory import MemoryLimit, RowPlan, tokens_evicted, with_shared
 from mlx_kv.server.monitor import Monitor, match_prefix
 from mlx_kv.server.output import Job, OutputChunk, output_of
 
@@ -270,30 +271,50 @@ class Rows:
 
     def _expect(self, job: Job) -> int:
         """Tokens of an answer for which a row gets room at first."""
-        return job.resumed + self.engine.answers.expect(job.max_tokens - job.resumed)
+        return min(job.max_tokens, job.resumed + self.engine.answers.expect(job.max_tokens))
 
-    def outgrow(self) -> bool:
-        """Plans for more tokens of the answers that outgrow what was planned; returns whether there is one."""
-        jobs = [job for job in self.active.values() if job.room <= len(job.answer) < job.max_tokens]
+    def outgrow(self, fits: Callable[[int], bool]) -> bool:
+        """Plans for more tokens of the answers that outgrow what was expected; returns whether there is one.
+
+        Args:
+            fits: whether rows of so many bytes do; without slack, where those with it do not.
+        """
+        jobs = [job for job in self.active.values() if job.room < min(len(job.answer) + 2, job.max_tokens)]
+        for slack in (True, False) if jobs else ():
+            for job in jobs:
+                job.room = self.plan.grow(len(job.tokens), len(job.answer) + 2, job.max_tokens, slack)
+            if fits(self.planned()):
+                break
         for job in jobs:
-            job.room = self.plan.grow(len(job.tokens), len(job.answer))
+            self.engine.make_room(job.number, job.room)
         return bool(jobs)
 
-    def preempt(self) -> Job:
-        """Takes the row of the newest job, which will go on where it was: from the prefix cache, or read again."""
+    def end_if_too_long(self, limit: MemoryLimit) -> None:
+        """Ends the only job if it needs more memory than there is."""
+        (job,) = self.active.values()
+        if (error := limit.refusal(self.plan, len(job.tokens), job.room)) is not None:
+            self.engine.cancel(job.number)
+            self.fail([job], error, 400)
+
+    def preempt(self) -> Job | None:
+        """Takes the row of the newest job, which goes on later where it was; None if that is not possible at this step.
+
+        What it has read is cached as at its end. What a budget has evicted depends on when it did, so such a row keeps
+        its few tokens.
+        """
         job = self.active[max(self.active)]
-        caches = self.engine.extract(job.number)
-        if caches is not None:
-            if self._settings.keeps_prompts and job.keep:
-                self._keep(job, caches)
-            read = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
-            # What a budget has evicted depends on when, so such a row keeps its few tokens.
-            if self.policy.budget is not None and trim_all(caches, max(0, read - len(job.all_tokens) + 1)):
-                job.caches = caches, min(read, len(job.all_tokens) - 1)
+        caches = self._keep_read(job)
+        if self.policy.budget is not None and caches is not None:
+            read = tokens_of(caches)
+            if not self.engine.trim(caches, max(0, read - len(job.all_tokens) + 1)):
+                return None
+            job.caches = caches, min(read, len(job.all_tokens) - 1)
+        elif caches is None and job.number in self.engine.rows:
+            return None
         self.engine.cancel(job.number)
         del self.active[job.number]
-        job.resume()
         job.has_row = False
+        job.resume()
         self._metrics.preemptions.inc()
         return job
 
@@ -311,8 +332,9 @@ class Rows:
             caches, count = self.prefixes.find(job.to_read, above=max(1, len(sequence.before)))
             continue_from(sequence, count, caches)
         job.evicted = max(tokens_evicted(sequence.caches or ()), default=0)  # counted with the job that cached them
-        if job.resumed:
+        if job.started:
             return
+        job.started = True
         if self._settings.keeps_prompts:
             job.cached = len(sequence.before)
             match = match_prefix(job.prompt, job.cached, self.prefixes.memory)
@@ -334,8 +356,10 @@ class Rows:
         if job.caches is not None:
             (caches, count), job.caches = job.caches, None
         sampler = job.sampling.sampler(len(job.to_read), self._models.tokenizer)
-        before, tokens, max_tokens = job.to_read[:count], job.to_read[count:], job.max_tokens - job.resumed
-        sequence = TokenSequence(job.number, tokens, max_tokens, self._detokenizer(job), sampler, caches, before)
+        before, tokens = job.to_read[:count], job.to_read[count:]
+        sequence = TokenSequence(job.number, tokens, job.max_tokens, self._detokenizer(job), sampler, caches, before)
+        sequence.resumed = sequence.emitted = job.resumed
+        sequence.room = job.room
         grammar = () if job.grammar is None else (job.grammar,)
         sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
         sequence.private, sequence.on_start = not job.keep, partial(self._started, job)
@@ -346,7 +370,7 @@ class Rows:
         except ValueError as error:
             self.fail([job], str(error), 400)
             return
-        if not job.resumed:
+        if not job.started:
             self._metrics.prompt_tokens.inc(len(job.tokens))
 
     def _detokenizer(self, job: Job) -> Any:
@@ -377,13 +401,21 @@ class Rows:
             if self._settings.keeps_prompts and job.keep:
                 self._keep(job, self.engine.extract(job.number) if stopped else token.caches)
             if stopped:
+                self.engine.answers.count(job.max_tokens, len(job.answer))
                 self.engine.cancel(job.number)
+
+    def _keep_read(self, job: Job) -> list[Any] | None:
+        """Caches what the row of a job has read so far; returns copies of its caches, or None if there are none."""
+        caches = self.engine.extract(job.number)
+        if self._settings.keeps_prompts and job.keep:
+            self._keep(job, caches)
+        return caches
 
     def _keep(self, job: Job, caches: list[Any] | None) -> None:
         """Caches the tokens of a job, given evaluated copies of its row's caches."""
         if caches is None:
             return
-        tokens, read = job.all_tokens, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+        tokens, read = job.all_tokens, tokens_of(caches)
         if self.engine.trim(caches, max(0, read - len(tokens))):
             self.prefixes.keep(tokens[:read], caches)
 
@@ -393,6 +425,7 @@ class Rows:
             return False
         for jobs, caches in self.reading:
             self._monitor.count_evicted(jobs, caches)
+        self._keep_read(job)  # who asks again, after a time-out, gets further
         self.engine.cancel(job.number)
         self._finish(job, "cancelled")
         return True
@@ -452,6 +485,12 @@ class Rows:
                     raise
                 log.warning("the engine could not be restarted: %s; trying again", error)
             time.sleep(ENGINE_PAUSE)
+
+    def end(self, waiting: Iterable[Job]) -> None:
+        """Ends all jobs, since the server does; a store keeps what their rows have read."""
+        for job in () if self.prefixes.store is None else self.active.values():
+            self._keep_read(job)
+        self.fail([*self.active.values(), *waiting], SHUTTING_DOWN)
 
     def close(self) -> None:
         """Closes the engine, and waits until all prefixes are written."""

@@ -17,7 +17,6 @@ from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
@@ -116,6 +115,7 @@ class Worker:
         self.freed_limit: int | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
+        self._crowded = False  # the rows need more than the limit, and none could be preempted
         self._blocked_at: int | None = None  # number of rows beside which no waiting job can get one
         self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None
@@ -242,7 +242,7 @@ class Worker:
                 ending = "one row ends" if ran_out else f"all {len(self._rows.active)} rows end"
                 log.exception("a step failed: %s, and the engine restarts", ending)
             self._rows.recover(ran_out)  # outside of `except`, where the traceback would hold the arrays of that step
-        self._rows.fail([*self._rows.active.values(), *self._waiting], SHUTTING_DOWN)
+        self._rows.end(self._waiting)
         if self.group is not None:
             self.group.finish()  # in this thread, since it owns its streams: others must not be left in a pass
         self._rows.close()
@@ -287,17 +287,17 @@ class Worker:
         The oldest keeps its row, so that each job becomes the oldest and ends; if it does not fit alone, it fails.
         """
         rows = self._rows
-        if not rows.outgrow():
+        if not (rows.outgrow(self.limit.fits) or self._crowded):
             return
+        self._crowded = False
         while not self.limit.fits(planned := rows.planned()):
             if len(rows.active) == 1:
-                (job,) = rows.active.values()
-                error = self.limit.refusal(self.plan, len(job.tokens), job.room)
-                if error is not None:
-                    rows.engine.cancel(job.number)
-                    rows.fail([job], error, 400)
+                rows.end_if_too_long(self.limit)
                 break
-            self._waiting.appendleft(rows.preempt())
+            if (job := rows.preempt()) is None:
+                self._crowded = True  # the next step tries again
+                break
+            self._waiting.appendleft(job)
             self._blocked_at = None
         self._shrink_prefixes(planned)
 

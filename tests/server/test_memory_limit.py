@@ -242,8 +242,11 @@ def test_a_plan_counts_slots_as_caches_take_them() -> None:
     layers = Layer("sliding", bytes_per_slot=10, max_slots=512), Layer("full", bytes_per_slot=4, state_bytes=100)
     plan = RowPlan(RowMemory.of(layers, CachePolicy()))
     assert plan.slots(200, 56).slots == 256
-    assert plan.grow(1000, 20_000) == 82 * 256 + 8192 - 1000  # at most 8,192 more than needed
-    assert plan.grow(200, 56) == 512 - 200
+    grown = plan.grow(1000, 20_000, 32_000, slack=True)
+    assert grown == 82 * 256 + 8192 - 1000  # from the capacity before, by 8,192 at most
+    assert plan.grow(1000, 20_000, 32_000, slack=False) == 83 * 256 - 1000
+    assert plan.grow(1000, 20_000, 20_100, slack=True) == 20_100  # never more than it may have
+    assert plan.grow(200, 57, 1000, slack=True) == 512 - 200
     assert plan.nbytes(257) == plan.nbytes(512)  # in multiples of 256
     assert plan.nbytes(256) == 100 + 256 * 14
     assert plan.nbytes(1024) == 100 + 5120 + 4096
