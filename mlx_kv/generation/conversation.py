@@ -212,6 +212,8 @@ class Conversation:
             answer = "".join(token.text for token in received)
             if received:
                 self.turns.append(Turn(question, answer, known, len(prompt), reused, len(received), finish))
+            else:
+                known = prompt[: common_prefix(prompt, self.tokens)]
             self._keep(caches, known)
 
     def _keep(self, caches: list[Any] | None, known: list[int]) -> None:

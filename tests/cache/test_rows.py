@@ -21,13 +21,18 @@ def test_what_was_announced_for_a_row_is_kept_apart() -> None:
     short.reserve(300)
     for cache in (long, short):
         cache.update_and_fetch(some(1, 5), some(1, 5))
+    assert long.capacity == 3072
     batch = KVCache.merge([short, long, short])
-    assert batch.capacity == 3072
-    one = copy.deepcopy(batch)
-    one.filter([1])
-    assert one.capacity == 3072
+    assert batch.capacity == 256  # empty slots are not copied
+    both = copy.deepcopy(batch)
     batch.filter([2, 0])
-    assert batch.capacity == 512
+    for cache, rows, capacity in ((both, 3, 3072), (batch, 2, 512)):  # it grows at once to what was announced
+        for _ in range(252):
+            cache.update_and_fetch(some(rows, 1), some(rows, 1))
+        assert (cache.capacity, cache.growths) == (capacity, 1)
+    both.filter([1])
+    assert both.capacity == 768
+    batch.trim(252)
     single = batch.extract(0)
     assert single.capacity == 256
     for _ in range(300):

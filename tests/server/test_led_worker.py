@@ -78,6 +78,7 @@ def test_followers_get_each_job_and_each_step_and_nothing_but_memory_while_all_a
         time.sleep(0.5)  # two updates of the snapshot
         kinds = [kind for kind, *_ in listener.told if kind not in ("engine", "value")]
     fields = {"index": job.number, "tokens": job.tokens, "max_tokens": 4, "before": [], "private": False}
+    fields |= {"resumed": 0, "room": 4}
     assert listener.heard("submit") == [[fields, None, False]]
     assert len(listener.heard("step")) >= 4
     last = max(place for place, kind in enumerate(kinds) if kind == "step")
