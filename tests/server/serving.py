@@ -96,6 +96,7 @@ class Running:
 def running(
     policy: CachePolicy | None = None,
     max_batch_size: int = 16,
+    prefill_step_size: int | None = None,
     limits: Limits | None = None,
     keys: tuple[str, ...] = (),
     draft: bool = False,
@@ -117,6 +118,7 @@ def running(
     settings = WorkerSettings(
         policy or CachePolicy(),
         max_batch_size,
+        prefill_step_size,
         drafting=drafting or DraftSettings(),
         prompt_memory_bytes=prompt_memory_bytes,
         open_store=open_store,

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import mlx.core as mx
 import pytest
-from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
+from serving import ENDS, LONG, PLENTY, SOURCE, Running, Troubled, cached, running
 
 from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptStore
 from mlx_kv.server import rows
@@ -225,3 +225,57 @@ def test_a_full_disk_is_logged_once_and_used_again_when_there_is_room(
         assert stores[0].entries()
         stores[0].trouble = "full"
         assert ask("# 4\n")[2:] == [line]
+
+
+@pytest.mark.parametrize("ends", ["while it is read", "while it decodes", "with the server"])
+@pytest.mark.parametrize(
+    "policy",
+    [CachePolicy(), CachePolicy(bits=8), CachePolicy(max_kv_size=200), CachePolicy(budget=200)],
+    ids=["full", "8 bits", "windowed", "budget"],
+)
+def test_what_was_read_for_a_request_that_ends_early_is_not_read_again(
+    policy: CachePolicy, ends: str, tmp_path: Path
+) -> None:
+    """A client with a short time-out gets its answer at last."""
+
+    def open_store(models: Models) -> PromptStore:
+        return PromptStore(tmp_path)
+
+    def give_up(server: Running) -> None:
+        with contextlib.suppress(httpx.ReadTimeout):
+            if ends == "while it decodes":
+                stream = server.client.completions.create(model="reference", prompt=LONG, max_tokens=500, stream=True)
+                for _ in range(5):
+                    next(stream)
+                stream.close()
+            else:
+                httpx.post(f"{server.url}/v1/completions", json={"prompt": LONG, "max_tokens": 9}, timeout=0.05)
+
+    stored: dict[str, Any] = (
+        {"open_store": open_store} if ends == "with the server" else {"prompt_memory_bytes": PLENTY}
+    )
+    with running(policy) as plain:
+        expected = plain.complete(LONG, 9)
+        tokens = plain.post(prompt=LONG, max_tokens=1).json()["usage"]["prompt_tokens"]
+    with contextlib.ExitStack() as servers:
+        server = servers.enter_context(running(policy, prefill_step_size=128, **stored))
+        step = server.worker._rows.engine.step
+
+        def slow_step() -> Any:
+            time.sleep(0.1)  # so that the client gives up within the prompt
+            return step()
+
+        server.worker._rows.engine.step = slow_step  # type: ignore[method-assign]
+        if ends == "with the server":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(server.post, prompt=LONG, max_tokens=9)
+                server.wait_until(lambda: any(jobs for jobs, _ in server.worker._rows.reading))
+                time.sleep(0.3)
+                server.worker.stop()
+            server = servers.enter_context(running(policy, **stored))
+        else:
+            give_up(server)
+            server.wait_until_empty()
+        answer = server.post(prompt=LONG, max_tokens=9).json()
+        assert 128 <= cached(answer) < tokens
+        assert answer["choices"][0]["text"] == expected
