@@ -576,13 +576,10 @@ class KVCache:
         Raises:
             ValueError: a negative number.
         """
-        number = whole_number("reserve", tokens)
-        self.announced = tuple(
-            [
-                max(slots, number - held.shared) if row in (None, index) else slots
-                for index, (slots, held) in enumerate(zip(self.announced, self.rows, strict=True))
-            ]
-        )
+        number, announced = whole_number("reserve", tokens), list(self.announced)
+        for index in range(len(announced)) if row is None else (row,):
+            announced[index] = max(announced[index], number - self.rows[index].shared)
+        self.announced = tuple(announced)
 
     def maybe_trim_front(self) -> None:
         """Drops the tokens before the last chunk_size, if any; models with chunked attention call it in each step."""

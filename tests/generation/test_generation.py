@@ -98,10 +98,16 @@ def test_sampling_with_a_seed_equals_mlx_lms(reference: Reference, prompt: list[
 @pytest.mark.slow
 def test_room_for_prompt_and_answer_is_reserved(reference: Reference, prompt: list[int]) -> None:
     caches = make_prompt_cache(reference[0], CachePolicy(growth=FixedStep()))
-    responses = list(stream_generate(*reference, prompt, max_tokens=300, prompt_cache=caches, prefill_step_size=100))
+    responses = list(stream_generate(*reference, prompt, max_tokens=250, prompt_cache=caches, prefill_step_size=100))
     assert responses[-1].finish_reason in ("length", "stop")
     assert caches[0].capacity == 2048
     assert cache_statistics(caches).growths == 0
+
+
+def test_without_a_limit_the_caller_ends_it(reference: Reference, prompt: list[int]) -> None:
+    endless, limited = (mlx_kv.stream_generate(*reference, prompt, max_tokens=count) for count in (-1, 30))
+    assert [next(endless).token for _ in range(30)] == [response.token for response in limited]
+    endless.close()
 
 
 def test_a_session_goes_on_from_its_caches(reference: Reference, prompt: list[int]) -> None:
