@@ -29,6 +29,7 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
+    from mlx_kv.generation.encoding import ChatSettings
     from mlx_kv.generation.settings import LogitsProcessor
 
 
@@ -84,13 +85,15 @@ class FormatOptions:
             one, other, *_ = (f"--{name.replace('_', '-')}" for name in formats)
             raise click.UsageError(f"{one} and {other} both describe the answer: give one")
 
-    def processors(self, tokenizer: Any, prompt: Sequence[int], before: int, chat: bool) -> tuple[LogitsProcessor, ...]:
+    def processors(
+        self, tokenizer: Any, prompt: Sequence[int], before: int, chat: ChatSettings | None
+    ) -> tuple[LogitsProcessor, ...]:
         """The logits processors that keep the answer to the format.
 
         Args:
             prompt: token ids that are read now.
             before: number of tokens before them that the processors receive as well.
-            chat: whether the model may think before it answers.
+            chat: in which the model may reason before it answers; None is none.
 
         Raises:
             ValueError: the format cannot be compiled, and why.
@@ -111,7 +114,7 @@ class FormatOptions:
             except (ValueError, RecursionError) as error:
                 message = f"{self.json_schema} is not JSON: {error}"
                 raise click.BadParameter(message, param_hint="--json-schema") from None
-        lead_in = LeadIn.after(tokenizer, prompt) if chat else None
+        lead_in = None if chat is None else LeadIn.after(tokenizer, prompt, beginning=chat.beginning or "")
         return (GrammarCompiler(tokenizer).compile(constraint).processor(before + len(prompt), lead_in),)
 
 
@@ -204,10 +207,10 @@ def generate(
         "seed": sampling.seed,
         "group": machine.group,
     }
-    if machine.leads and (
-        processors := (*sampling.processors(), *answer_format.processors(tokenizer, tokens, len(before), chats))
-    ):
-        options["logits_processors"] = processors
+    if machine.leads:
+        in_chat = chat.settings if chats else None
+        grammar = answer_format.processors(tokenizer, tokens, len(before), in_chat)
+        options["logits_processors"] = (*sampling.processors(), *grammar) or None
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +157,30 @@ def encode_messages(
 ) -> list[int]:
     """Token ids of a chat, as `apply_template` makes them."""
     return [int(token) for token in apply_template(tokenizer, messages, True, continues, **template)]
+
+
+def begins_reasoning(tokenizer: Any, prompt: Sequence[int], beginning: str = "") -> bool | None:
+    """Whether the answer to a chat begins within reasoning; None if the template has ended it, so that there is none.
+
+    Marks of reasoning may stand in any message. Those count that end the prompt, since the template wrote them there,
+    and those in the beginning of an answer that is continued.
+
+    Args:
+        prompt: token ids.
+        beginning: of the answer, at the end of the prompt.
+    """
+    if not tokenizer.has_thinking:
+        return False
+    if beginning.rfind(tokenizer.think_start) > beginning.rfind(tokenizer.think_end):
+        return True
+    prompt = list(prompt)
+    for place, mark, begins in (
+        (tokenizer.rfind_think_start(prompt), tokenizer.think_start_tokens, True),
+        (tokenizer.rfind_think_end(prompt), tokenizer.think_end_tokens, None),
+    ):
+        if place >= 0 and not tokenizer.decode(prompt[place + len(mark) :]).strip():
+            return begins
+    return False
 
 
 def has_chats(tokenizer: Any) -> bool:

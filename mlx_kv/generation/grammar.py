@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from mlx_kv.generation.encoding import begins_reasoning
 from mlx_kv.generation.sequence import common_prefix
 
 # --- constraints, as requested and as grammars of llguidance ----------------------------------------------------------
@@ -460,23 +461,18 @@ class LeadIn:
     call: Tokens = ()
 
     @classmethod
-    def after(cls, tokenizer: Any, prompt: Sequence[int], calls: bool = False) -> LeadIn:
-        """Of the answer of a model to a prompt.
+    def after(cls, tokenizer: Any, prompt: Sequence[int], calls: bool = False, beginning: str = "") -> LeadIn:
+        """Of the answer of a model to a chat.
 
         Args:
             calls: whether it may be a call, if the model knows how to.
+            beginning: of the answer, at the end of the prompt.
         """
         call = tuple(tokenizer.tool_call_start_tokens) if calls and tokenizer.has_tool_calling else ()
-        if not tokenizer.has_thinking:
+        reasoning = begins_reasoning(tokenizer, prompt, beginning)
+        if reasoning is None or not tokenizer.has_thinking:
             return cls(call=call)
-        prompt = list(prompt)
-        start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
-        last_start, last_end = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
-        if last_start > last_end:
-            return cls(start, end, True, call)
-        if last_end >= 0 and not tokenizer.decode(prompt[last_end + len(end) :]).strip():
-            return cls(call=call)  # it is not to think
-        return cls(start, end, call=call)
+        return cls(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), reasoning, call)
 
     def grammar_from(self, answer: list[int]) -> int | None:
         """Where in an answer the grammar begins; None where it does not, or not yet."""

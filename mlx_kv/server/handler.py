@@ -297,9 +297,7 @@ class RequestHandler:
                         since=since,
                     )
                     if grammar is not None:
-                        tokenizer = self._worker.models.tokenizer  # in a chat, reasoning may precede the answer
-                        lead_in = LeadIn.after(tokenizer, tokens, request.may_call) if request.chat else None
-                        job.grammar = grammar.processor(len(tokens), lead_in)
+                        job.grammar = grammar.processor(len(tokens), self._lead_in(request, tokens))
                     choices.append(self._choice(request, len(choices), place, job))
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
         except BaseException:
@@ -363,13 +361,21 @@ class RequestHandler:
             raise ApiError(400, f"logit_bias has the token {largest}: send ids below {vocabulary:,}", "logit_bias")
         return max_tokens
 
+    def _lead_in(self, request: CompletionRequest, tokens: list[int]) -> LeadIn | None:
+        """What may stand before the grammar of an answer: in a chat, reasoning, or a call in its place."""
+        if not request.chat:
+            return None
+        return LeadIn.after(self._worker.models.tokenizer, tokens, request.may_call, request.beginning)
+
     def _choice(self, request: CompletionRequest, index: int, place: int, job: Job) -> Choice:
         """One of the answers to the prompt at a place."""
         tokenizer = self._worker.models.tokenizer
         texts = None if request.top_logprobs is None else self._texts
         if request.chat:
             bare = request.forces_call and marks_of(tokenizer) is None
-            parser = ChatOutputParser(tokenizer, job.tokens, request.tools, request.stream, request.one_call, bare)
+            parser = ChatOutputParser(
+                tokenizer, job.tokens, request.tools, request.stream, request.one_call, bare, request.beginning
+            )
             return Choice(index, place, job, parser, texts=texts)
         prompt = request.prompts[place]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(job.tokens)

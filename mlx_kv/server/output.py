@@ -23,6 +23,7 @@ from mlx_lm.tool_parsers import json_tools
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_kv.files.tensor_files import read_json
+from mlx_kv.generation.encoding import begins_reasoning
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import CallMarks, Constraint, Grammar, GrammarCompiler, GrammarError, GrammarProcessor
 from mlx_kv.generation.sequence import BatchToken, TokenScore
@@ -270,6 +271,7 @@ class ChatOutputParser:
         prompt: token ids, which may end within reasoning.
         one_call: whether calls after the first are dropped.
         bare_call: whether the answer after its reasoning is one call, as JSON.
+        beginning: of the answer, at the end of the prompt.
     """
 
     def __init__(
@@ -280,12 +282,11 @@ class ChatOutputParser:
         stream: bool,
         one_call: bool = False,
         bare_call: bool = False,
+        beginning: str = "",
     ) -> None:
         tool_parser = json_tools.parse_tool_call if bare_call else tokenizer.tool_parser
         self._format = ToolCallFormatter(_strict_parser(tool_parser), tools, stream)  # type: ignore[no-untyped-call]
-        initial = "normal"
-        if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
-            initial = "reasoning"
+        initial = "reasoning" if begins_reasoning(tokenizer, prompt, beginning) else "normal"
         machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
         self._state = machine.make_state(tokenizer.response_initial_state or initial)
         self._previous, self._call, self.has_call = self._state[0], "", False

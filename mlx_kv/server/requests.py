@@ -514,6 +514,12 @@ class CompletionRequest:
         return not self.prompts
 
     @property
+    def beginning(self) -> str:
+        """The text of the message that the answer continues."""
+        content = self.messages[-1]["content"] if self.continues else ""
+        return "".join([part.get("text", "") for part in content]) if isinstance(content, list) else content or ""
+
+    @property
     def forces_call(self) -> bool:
         """Whether the answer has to be a tool call."""
         return self.constraint is not None and self.constraint.kind == "calls"

@@ -133,13 +133,15 @@ def test_logits_of_more_tokens_than_the_tokenizer_has(compiler: GrammarCompiler)
 START, END, CALL = (11, 12), (13,), (14, 15)
 
 
-def of_a_thinker(prompt: list[int], calls: bool = False) -> LeadIn:
+def of_a_thinker(prompt: list[int], calls: bool = False, beginning: str = "") -> LeadIn:
     def rfind(tokens: list[int], mark: tuple[int, ...]) -> int:
         places = [n for n in range(len(tokens)) if tuple(tokens[n : n + len(mark)]) == mark]
         return places[-1] if places else -1
 
     tokenizer = SimpleNamespace(
         has_thinking=True,
+        think_start="<think>",
+        think_end="</think>",
         think_start_tokens=START,
         think_end_tokens=END,
         rfind_think_start=lambda tokens: rfind(tokens, START),
@@ -148,7 +150,7 @@ def of_a_thinker(prompt: list[int], calls: bool = False) -> LeadIn:
         tool_call_start_tokens=CALL,
         decode=lambda tokens: "".join(" " if token == 9 else "x" for token in tokens),
     )
-    return LeadIn.after(tokenizer, prompt, calls)
+    return LeadIn.after(tokenizer, prompt, calls, beginning)
 
 
 def test_the_grammar_begins_after_the_thinking(compiler: GrammarCompiler) -> None:
@@ -159,7 +161,7 @@ def test_the_grammar_begins_after_the_thinking(compiler: GrammarCompiler) -> Non
     def after(lead_in: LeadIn, *answer: int) -> set[int]:
         return shown_to(grammar.processor(len(PROMPT), lead_in), answer)
 
-    begun = of_a_thinker([1, *START, 2])
+    begun = of_a_thinker([1, *START, 9])
     assert after(begun) == after(begun, 40) == after(begun, 40, 12) == thought
     assert after(begun, *END) == after(begun, 40, 41, *END) == first
     free = of_a_thinker([1, 2])
@@ -167,6 +169,9 @@ def test_the_grammar_begins_after_the_thinking(compiler: GrammarCompiler) -> Non
     assert after(free, 11) == {12}  # no text begins with it
     assert after(free, 11, 12) == after(free, 11, 12, 50) == thought
     assert after(free, 11, 12, 50, *END) == first
+    assert of_a_thinker([1, *START, 2], beginning="<think>x") == begun
+    about_the_mark = of_a_thinker([1, *START, 2])  # in a message
+    assert after(about_the_mark) == first | {11}
     told_not_to = of_a_thinker([1, *START, 9, *END, 9])
     assert after(told_not_to) == first
     earlier = of_a_thinker([1, *START, 9, *END, 30])

@@ -184,3 +184,25 @@ def test_one_tool_call_at_the_most(written: str, reference: Any) -> None:
         said.add(parser.feed(text))
         said.add(parser.finish())
         assert len(said.tool_calls) == count
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_a_mark_of_reasoning_in_a_message_is_text(role: str, reasoner: Running, says: Any) -> None:
+    """Only a template, or the beginning of the answer, opens reasoning: not a question about the mark."""
+    says("It opens reasoning.")
+    messages = [{"role": role, "content": "The tag <think> is what I ask about."}]
+    if role != "user":
+        messages.append({"role": "user", "content": "What is it?"})
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 30}
+    message = reasoner.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning")) == ("It opens reasoning.", None)
+    body["messages"] = [*messages, {"role": "assistant", "content": "<think>It"}]
+    message = reasoner.post("/v1/chat/completions", **body, continue_final_message=True).json()["choices"][0]["message"]
+    assert message["reasoning"] == "It opens reasoning."
+
+
+def test_a_question_about_the_mark_of_reasoning_has_an_answer_in_form(reasoner: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"enum": ["yes", "no"]}}}
+    messages = [{"role": "user", "content": "Is <think> a tag?"}]
+    answer = reasoner.post("/v1/chat/completions", messages=messages, max_tokens=60, response_format=form).json()
+    assert answer["choices"][0]["message"]["content"] in ('"yes"', '"no"')
