@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_kv.generation.encoding import begins_reasoning
 from mlx_kv.generation.sequence import common_prefix
+from mlx_kv.settings import shown
 
 # --- constraints, as requested and as grammars of llguidance ----------------------------------------------------------
 
@@ -139,11 +140,12 @@ def calls(functions: Sequence[Function]) -> Constraint:
     return Constraint("calls", json.dumps([[one.name, one.parameters, one.lenient] for one in functions]))
 
 
-def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> str:
+def grammar_source(constraint: Constraint, marks: CallMarks | None, left_out: list[str]) -> str:
     """The grammar of a constraint, in the words of llguidance.
 
     Args:
         marks: of calls; without, a call is the whole answer.
+        left_out: gets what is left out of lenient schemas, in words.
 
     Raises:
         GrammarError: it is too long, or no grammar of its kind. Most of what may be wrong is found when it is compiled.
@@ -152,13 +154,15 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
         raise GrammarError(f"it has {size:,} bytes, and at most {MAX_BYTES:,} are accepted: make it shorter")
     matcher: Any = import_llguidance().LLMatcher
     if constraint.kind == "json_schema":
-        return str(matcher.grammar_from_json_schema(_enforced(json.loads(constraint.text), constraint.lenient)))
+        return str(
+            matcher.grammar_from_json_schema(_enforced(json.loads(constraint.text), constraint.lenient, left_out))
+        )
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.text))
     if constraint.kind == "choice":
         return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
     if constraint.kind == "calls":
-        return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
+        return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks, left_out)))
     # Without empty lines: in many of them the library's search would look at each from each.
     text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
     if is_lark(constraint):
@@ -178,17 +182,62 @@ def is_lark(constraint: Constraint) -> bool:
     return constraint.kind == "grammar" and LARK_START.search(constraint.text) is not None
 
 
-def _enforced(schema: Any, lenient: bool) -> str:
-    """A schema with what is said to the library about it."""
+def _enforced(schema: Any, lenient: bool, left_out: list[str]) -> str:
+    """A schema with what is said to the library about it, and if it is lenient without patterns that cannot be used."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON schema is an object: send one")
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
-    return json.dumps(schema | {"x-guidance": options})
+    return json.dumps(_with_usable_patterns(schema, "the value", lenient, left_out) | {"x-guidance": options})
 
 
-def _lark_of_calls(functions: list[tuple[str, Any, bool]], marks: CallMarks | None) -> str:
+def _with_usable_patterns(schema: Any, name: str, lenient: bool, left_out: list[str]) -> Any:
+    """A schema without the patterns that the library cannot use, such as those that look ahead.
+
+    Args:
+        name: of the property that it describes.
+
+    Raises:
+        GrammarError: there is one, and the schema is not lenient.
+    """
+    if isinstance(schema, list):
+        return [_with_usable_patterns(each, name, lenient, left_out) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    usable = {}
+    for key, value in schema.items():
+        patterns = [value] if key == "pattern" and isinstance(value, str) else []
+        if isinstance(value, dict) and key == "patternProperties":
+            patterns = list(value)
+        errors = {pattern: error for pattern in patterns if (error := _pattern_error(pattern))}
+        for pattern, error in errors.items():
+            problem = f"the pattern {shown(pattern)} of {name} cannot be used: {error}"
+            if not lenient:
+                raise GrammarError(f"{problem}; change it"[:300])
+            left_out.append(f"{problem}; it is left out")
+        if key in ("const", "default", "enum", "examples"):
+            usable[key] = value  # are not schemas
+        elif isinstance(value, dict) and key in ("properties", "patternProperties"):
+            usable[key] = {
+                inner: _with_usable_patterns(each, repr(inner), lenient, left_out)
+                for inner, each in value.items()
+                if key == "properties" or inner not in errors
+            }
+        elif not errors:
+            usable[key] = _with_usable_patterns(value, name, lenient, left_out)
+    return usable
+
+
+def _pattern_error(pattern: str) -> str:
+    """Why the library cannot use a pattern of a schema; empty if it can."""
+    matcher: Any = import_llguidance().LLMatcher
+    source = matcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    error = matcher.validate_grammar(source)
+    return error_message(error).partition("cannot be used: ")[2] or error_message(error) if error else ""
+
+
+def _lark_of_calls(functions: list[tuple[str, Any, bool]], marks: CallMarks | None, left_out: list[str]) -> str:
     """Each schema is a document of its own, so that what refers to `#/$defs` finds it."""
     if not functions:
         raise GrammarError("there is no function to be called: send one")
@@ -200,7 +249,7 @@ def _lark_of_calls(functions: list[tuple[str, Any, bool]], marks: CallMarks | No
     for index, (name, parameters, lenient) in enumerate(functions):
         begin = _literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
         rules.append(f'call_{index}: {begin} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: %json {_enforced(parameters, lenient)}")
+        rules.append(f"arguments_{index}: %json {_enforced(parameters, lenient, left_out)}")
     return "\n".join(rules) + "\n"
 
 
@@ -257,14 +306,15 @@ class Grammar:
     Args:
         matcher: of the library, where nothing has been generated. It is copied for each row.
         ends: ids of tokens that end a sequence.
+        left_out: of a lenient schema, in words.
 
     Attributes:
-        unenforced: what a lenient schema says that is passed over, in the library's words.
+        unenforced: what a lenient schema says that is passed over: what was left out, and what the library says.
     """
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, ends: Sequence[int], left_out: Sequence[str] = ()) -> None:
         self._matcher, self._ends = matcher, tuple(ends)
-        self.unenforced = tuple(error_message(warning) for warning in matcher.get_grammar_warnings())
+        self.unenforced = (*left_out, *(error_message(warning) for warning in matcher.get_grammar_warnings()))
 
     def processor(self, prompt_tokens: int, lead_in: LeadIn | None = None) -> GrammarProcessor:
         """What keeps one row to it.
@@ -297,7 +347,8 @@ class GrammarCompiler:
         Raises:
             GrammarError: the library, or the tokenizer, refuses it.
         """
-        source = grammar_source(constraint, marks)
+        left_out: list[str] = []
+        source = grammar_source(constraint, marks, left_out)
         library, ends = import_llguidance(), sorted(self._tokenizer.eos_token_ids)
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary(ends)
@@ -309,7 +360,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # the first mask takes longest
         if matcher.is_error():
             raise GrammarError(error_message(matcher.get_error(), constraint))
-        return Grammar(matcher, ends)
+        return Grammar(matcher, ends, left_out)
 
     def _make_vocabulary(self, ends: list[int]) -> Any:
         """The tokenizer in the form of llguidance, which takes a second."""

@@ -9,7 +9,7 @@ import pytest
 from test_grammars import shown_to_all
 
 from mlx_kv.generation import grammar as constraints
-from mlx_kv.generation.grammar import Constraint, Function, GrammarCompiler, GrammarError
+from mlx_kv.generation.grammar import Constraint, Function, GrammarCompiler, GrammarError, grammar_source
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,11 @@ def compiler(reference: Any) -> GrammarCompiler:
         (constraints.regex("("), 'invalid regex "(": unclosed group'),
         (
             constraints.json_schema({"type": "string", "pattern": "("}),
-            "a pattern or range in it cannot be used: unclosed",
+            "the pattern '(' of the value cannot be used: unclosed group; change it",
         ),
         (
-            constraints.calls([Function("f", {"type": "string", "pattern": "("})]),
-            "a pattern or range in it cannot be used",
+            constraints.calls([Function("f", {"properties": {"a": {"pattern": "("}}}, lenient=False)]),
+            "the pattern '(' of 'a' cannot be used: unclosed group; change it",
         ),
         (constraints.json_schema({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}), "a $ref that leads back to itself ('#')"),
         (constraints.json_schema({"$ref": "#/$defs/a"}), "it refers to '#/$defs/a', which is not in the schema: add"),
@@ -72,6 +72,40 @@ def test_a_part_that_refers_to_itself_without_end_ends_the_answer_where_it_begin
     tokens = reference[1].encode("x")
     assert shown_to_all(processor, tokens) == {0}
     assert "refers to itself without end" in (processor.error_in([*tokens, 0]) or "")
+
+
+EMAIL = r"^(?!\.)[a-z.]+@[a-z.]+$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "left"),
+    [
+        ({"type": "string", "pattern": EMAIL}, {"type": "string"}),
+        (
+            {"type": "object", "properties": {"to": {"items": {"pattern": EMAIL}}, "pattern": {"pattern": "^a$"}}},
+            {"type": "object", "properties": {"to": {"items": {}}, "pattern": {"pattern": "^a$"}}},
+        ),
+        ({"patternProperties": {EMAIL: {}, "^b": {"pattern": "("}}}, {"patternProperties": {"^b": {}}}),
+        (
+            {"anyOf": [{"pattern": r"(a)\1"}, {"const": {"pattern": EMAIL}}]},
+            {"anyOf": [{}, {"const": {"pattern": EMAIL}}]},
+        ),
+    ],
+)
+def test_patterns_that_cannot_be_used_are_left_out_of_lenient_schemas(
+    compiler: GrammarCompiler, schema: dict[str, Any], left: dict[str, Any]
+) -> None:
+    for make in (
+        lambda one: constraints.json_schema(one, lenient=True),
+        lambda one: constraints.calls([Function("f", one)]),
+    ):
+        said: list[str] = []
+        assert grammar_source(make(schema), None, said) == grammar_source(make(left), None, [])
+        assert said
+        assert all(line.endswith("; it is left out") for line in said)
+        assert compiler.compile(make(schema)).unenforced[: len(said)] == tuple(said)
+    with pytest.raises(GrammarError, match=r"cannot be used: .*; change it"):
+        compiler.compile(constraints.json_schema(schema))
 
 
 def test_what_a_lenient_schema_leaves_out_is_said(compiler: GrammarCompiler) -> None:

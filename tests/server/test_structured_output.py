@@ -266,9 +266,9 @@ def test_a_grammar_that_grows_too_large_ends_its_request_alone(draft: bool, monk
 def test_a_grammar_that_takes_long_holds_up_nobody(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     going_on, source_now = threading.Event(), compiled.grammar_source
 
-    def slow(constraint: Any, marks: Any = None) -> str:
+    def slow(*arguments: Any) -> str:
         assert going_on.wait(20)
-        return source_now(constraint, marks)
+        return source_now(*arguments)
 
     monkeypatch.setattr(compiled, "grammar_source", slow)
     monkeypatch.setattr(output, "COMPILE_SECONDS", 0.5)
