@@ -30,7 +30,7 @@ from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
     from mlx_kv.generation.encoding import ChatSettings
-    from mlx_kv.generation.settings import LogitsProcessor
+    from mlx_kv.generation.grammar import GrammarProcessor
 
 
 EXAMPLES = """
@@ -87,7 +87,7 @@ class FormatOptions:
 
     def processors(
         self, tokenizer: Any, prompt: Sequence[int], before: int, chat: ChatSettings | None
-    ) -> tuple[LogitsProcessor, ...]:
+    ) -> tuple[GrammarProcessor, ...]:
         """The logits processors that keep the answer to the format.
 
         Args:
@@ -207,6 +207,7 @@ def generate(
         "seed": sampling.seed,
         "group": machine.group,
     }
+    grammar: tuple[GrammarProcessor, ...] = ()
     if machine.leads:
         in_chat = chat.settings if chats else None
         grammar = answer_format.processors(tokenizer, tokens, len(before), in_chat)
@@ -236,6 +237,10 @@ def generate(
             if not as_json:
                 click.echo(response.text, nl=False)
     assert response is not None, "generation ends with a response"
+    for processor in grammar:
+        if why := processor.error_in(ids, response.finish_reason == "stop"):
+            click.echo()
+            raise click.ClickException(f"the format could not be followed any longer: {why}")
     statistics, peak = machine.totals(cache_statistics(caches), round(response.peak_memory * 1e9))
     # The clock of generation starts when the first tokens are there: these alone are no rate.
     first = speculation.rounds <= 1 if drafts.enabled else response.generation_tokens == 1

@@ -306,14 +306,15 @@ class Grammar:
     Args:
         matcher: of the library, where nothing has been generated. It is copied for each row.
         ends: ids of tokens that end a sequence.
+        spelling: of texts that have to follow.
         left_out: of a lenient schema, in words.
 
     Attributes:
         unenforced: what a lenient schema says that is passed over: what was left out, and what the library says.
     """
 
-    def __init__(self, matcher: Any, ends: Sequence[int], left_out: Sequence[str] = ()) -> None:
-        self._matcher, self._ends = matcher, tuple(ends)
+    def __init__(self, matcher: Any, ends: Sequence[int], spelling: Spelling, left_out: Sequence[str] = ()) -> None:
+        self._matcher, self._ends, self._spelling = matcher, tuple(ends), spelling
         self.unenforced = (*left_out, *(error_message(warning) for warning in matcher.get_grammar_warnings()))
 
     def processor(self, prompt_tokens: int, lead_in: LeadIn | None = None) -> GrammarProcessor:
@@ -323,7 +324,7 @@ class Grammar:
             prompt_tokens: how many tokens come before the answer, those that were read before among them.
             lead_in: what may stand before the grammar, or in its place; None is nothing.
         """
-        return GrammarProcessor(self._matcher, self._ends, prompt_tokens, lead_in or LeadIn())
+        return GrammarProcessor(self._matcher, self._ends, prompt_tokens, lead_in or LeadIn(), self._spelling)
 
 
 class GrammarCompiler:
@@ -336,6 +337,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
+        self._spelling: Any = None
         self.compile = lru_cache(MAX_CACHED)(self._compile)
 
     def _compile(self, constraint: Constraint, marks: CallMarks | None = None) -> Grammar:
@@ -360,7 +362,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # the first mask takes longest
         if matcher.is_error():
             raise GrammarError(error_message(matcher.get_error(), constraint))
-        return Grammar(matcher, ends, left_out)
+        return Grammar(matcher, ends, self._spelling, left_out)
 
     def _make_vocabulary(self, ends: list[int]) -> Any:
         """The tokenizer in the form of llguidance, which takes a second."""
@@ -369,10 +371,37 @@ class GrammarCompiler:
             raise GrammarError(f"this model's tokenizer ({type(inner).__name__}) is not of the kind that can be masked")
         from llguidance.hf import from_tokenizer
 
+        self._spelling = Spelling(inner)
         return from_tokenizer(inner, eos_token=ends)
 
 
 # --- logits processors of rows ----------------------------------------------------------------------------------------
+
+
+SPECIAL = b"\xff"  # what the library writes before a special token that a grammar has by its name
+
+
+class Spelling:
+    """How texts are written without special tokens.
+
+    The library takes the tokens of a text that has to follow from the tokenizer, which makes special tokens of their
+    names; and then takes none of those for the text.
+
+    Attributes:
+        special: ids of special tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = frozenset(token for token, content in added if content.special)
+        self._tokenizer = tokenizer
+
+    def tokens(self, text: bytes) -> list[int]:
+        """Ids of ordinary tokens for a text, of which the last character may be incomplete."""
+        ids: list[int] = self._tokenizer.encode(
+            text.decode(errors="ignore"), add_special_tokens=False, split_special_tokens=True
+        )
+        return ids
 
 
 class GrammarProcessor:
@@ -383,10 +412,13 @@ class GrammarProcessor:
         ends: ids of tokens that end a sequence: all that is left when the grammar is at its end.
         prompt_tokens: how many of the tokens that are shown are not the answer's.
         lead_in: what may stand before the grammar, or in its place.
+        spelling: of texts that have to follow.
     """
 
-    def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn) -> None:
-        self._fresh, self._matcher = matcher, matcher.deep_copy()
+    def __init__(
+        self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn, spelling: Spelling
+    ) -> None:
+        self._fresh, self._matcher, self._spelling = matcher, matcher.deep_copy(), spelling
         self._ends, self._prompt_tokens, self._lead_in = ends, prompt_tokens, lead_in
         self._consumed: list[int] = []
         self._failed: tuple[list[int], str] | None = None  # after which tokens the library gave up, and why
@@ -430,13 +462,21 @@ class GrammarProcessor:
         ends = count == len(text) < len(rest) and self._follow([*known, *text]) and self._matcher.is_accepting()
         return first + count + int(ends)
 
-    def error_in(self, answer: Sequence[int]) -> str | None:
-        """Why the grammar could not be followed to the end of an answer, in the library's words: it ended with that.
+    def error_in(self, answer: Sequence[int], whole: bool = False) -> str | None:
+        """Why an answer does not follow the grammar, in the library's words if it has any; None if it does.
 
-        None where it could, whatever was met behind drafts that were wrong.
+        Args:
+            whole: whether the model has ended it; else it may lack its end.
         """
-        begins = self._lead_in.grammar_from(list(answer))
-        return None if begins is None else self._why(list(answer[begins:]))
+        answer = list(answer)
+        begins = self._lead_in.grammar_from(answer)
+        if begins is None or (not whole and self._lead_in.others(answer)):
+            return None
+        constrained = answer[begins:]
+        text = constrained[: self._end(constrained)]
+        if not self._follow(text):
+            return self._why(constrained) or "the model left it"
+        return "the model ended before it does" if whole and not self._matcher.is_accepting() else None
 
     def _why(self, tokens: list[int]) -> str | None:
         """Why the library can say nothing of what follows these tokens; None where it can."""
@@ -468,6 +508,11 @@ class GrammarProcessor:
         mask = np.unpackbits(bits, count=min(vocabulary, 8 * bits.size), bitorder="little").astype(bool)
         allowed = np.zeros(vocabulary, dtype=bool)
         allowed[: mask.size] = mask
+        if len(only := np.flatnonzero(allowed)) == 1 and int(only[0]) in self._spelling.special:
+            text = self._matcher.compute_ff_bytes()
+            if SPECIAL not in text:  # the text of a special token, and not the token
+                allowed[only] = False
+                allowed[self._spelling.tokens(text)[:1]] = True
         return allowed & self._works()
 
     def _where_it_ends(self, logits: mx.array) -> np.ndarray[Any, np.dtype[np.bool_]]:

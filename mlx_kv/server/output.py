@@ -165,8 +165,8 @@ def output_of(
         scores = () if token.score is None or ends else ((token.token, token.score),)
         chunk = OutputChunk(job, text, 1, finish, scores=scores)
         chunks[job.number] = chunks[job.number].merge(chunk) if job.number in chunks else chunk
-        grammar = None if job.stop_strings.stopped or finish != "stop" else job.grammar
-        if grammar is not None and (why := grammar.error_in(job.answer)):
+        whole = finish == "stop" and not job.stop_strings.stopped
+        if finish is not None and job.grammar is not None and (why := job.grammar.error_in(job.answer, whole)):
             error = f"the grammar could not be followed any longer: {why}"
             chunks[job.number] = OutputChunk(job, finish_reason="error", error=error, status=400)
         if finish is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,16 @@ from engines import make_engine
 from llguidance.hf import from_tokenizer
 
 from mlx_kv.generation import grammar as constraints
-from mlx_kv.generation.grammar import Constraint, Grammar, GrammarCompiler, GrammarError, GrammarProcessor, LeadIn
+from mlx_kv.generation.grammar import (
+    Constraint,
+    Function,
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarProcessor,
+    LeadIn,
+    Spelling,
+)
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.settings import SamplingSettings
@@ -227,6 +237,38 @@ def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert compiler.compile(constraints.regex("a+b")) is not one
 
 
+@pytest.mark.parametrize("kind", ["choice", "choices", "regex", "const", "key", "call", "gbnf", "lark"])
+def test_the_text_of_a_special_token_is_spelled(kind: str, compiler: GrammarCompiler, reference: Any) -> None:
+    """The token itself would be no text, and what follows it no grammar's."""
+    tokenizer = reference[1]._tokenizer
+    ((token, name), *_) = ((token, one.content) for token, one in tokenizer.added_tokens_decoder.items() if one.special)
+    schema = {"properties": {name: {"const": 1}}, "required": [name], "additionalProperties": False}
+    constraint, text = {
+        "choice": (constraints.choice([f"{name}abc"]), f"{name}abc"),
+        "choices": (constraints.choice([f"x{name}b", f"x{name}c"]), f"x{name}b"),
+        "regex": (constraints.regex(f"a {re.escape(name)}b"), f"a {name}b"),
+        "const": (constraints.json_schema({"const": f"{name}x"}), f'"{name}x"'),
+        "key": (constraints.json_schema({"type": "object", **schema}), f'{{"{name}":1}}'),
+        "call": (constraints.calls([Function(name, {"const": 1})]), f'{{"name": "{name}", "arguments": 1}}'),
+        "gbnf": (constraints.grammar(f'root ::= "{name}" "x"'), f"{name}x"),
+        "lark": (constraints.grammar(f'start: "x" "{name}"'), f"x{name}"),
+    }[kind]
+    processor, answer = compiler.compile(constraint).processor(len(PROMPT)), list[int]()
+    while (following := shown_to(processor, answer)) != {0}:
+        assert token not in following
+        fitting = [one for one in following if text.startswith(tokenizer.decode([*answer, one]))]
+        answer.append(max(fitting, key=lambda one: len(tokenizer.decode([one]))))
+    assert tokenizer.decode(answer) == text
+    assert processor.error_in([*answer, 0], whole=True) is None
+    assert processor.error_in([*answer[:-1], 0], whole=True) == "the model ended before it does"
+    assert processor.error_in([*answer[:1], *answer]) == "the model left it"
+
+
+def test_a_special_token_that_a_grammar_names_is_that_token(compiler: GrammarCompiler, reference: Any) -> None:
+    processor = compiler.compile(constraints.grammar('start: "a" <[0]> "b"')).processor(len(PROMPT))
+    assert shown_to(processor, reference[1].encode("a")) == {0}
+
+
 def test_a_tokenizer_that_cannot_be_masked() -> None:
     with pytest.raises(GrammarError, match="not of the kind"):
         GrammarCompiler(SimpleNamespace(eos_token_ids={0}, _tokenizer=object())).compile(constraints.regex("a"))
@@ -237,7 +279,9 @@ def growing(reference: Any) -> Grammar:
     vocabulary = from_tokenizer(reference[1]._tokenizer, eos_token=[0])
     source = llguidance.LLMatcher.grammar_from_lark('start: a | /[0-9]{8}/\na: "x" | a a')
     limits = llguidance.LLParserLimits(step_max_items=100, verbose_errors=False)
-    return Grammar(llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), [0])
+    return Grammar(
+        llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), [0], Spelling(reference[1]._tokenizer)
+    )
 
 
 def test_a_grammar_that_grows_too_large_ends_its_row(reference: Any) -> None:
