@@ -30,6 +30,7 @@ from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error
 from mlx_kv.server.output import (
     ChatOutputParser,
     Choice,
+    ContentStops,
     Delta,
     Grammars,
     Job,
@@ -37,6 +38,7 @@ from mlx_kv.server.output import (
     OutputWriter,
     TokenTexts,
     Usage,
+    answer_state,
     marks_of,
 )
 from mlx_kv.server.requests import CompletionRequest, Limits, RequestRules, UnknownFields
@@ -292,7 +294,7 @@ class RequestHandler:
                         max_tokens,
                         request.sampling_of(number),
                         request.top_logprobs,
-                        StopStrings(request.stop_strings),
+                        self._stop_strings(request, tokens),
                         request.cache.keep,
                         since=since,
                     )
@@ -367,14 +369,31 @@ class RequestHandler:
             return None
         return LeadIn.after(self._worker.models.tokenizer, tokens, request.may_call, request.beginning)
 
+    def _stop_strings(self, request: CompletionRequest, tokens: list[int]) -> StopStrings:
+        if not request.chat or not request.stop_strings:
+            return StopStrings(request.stop_strings)
+        if self._is_bare_call(request):
+            return StopStrings()  # there is no content
+        state = answer_state(self._worker.models.tokenizer, tokens, request.beginning)
+        return ContentStops(request.stop_strings, state)
+
+    def _is_bare_call(self, request: CompletionRequest) -> bool:
+        """Whether the answer is a call without marks."""
+        return request.forces_call and marks_of(self._worker.models.tokenizer) is None
+
     def _choice(self, request: CompletionRequest, index: int, place: int, job: Job) -> Choice:
         """One of the answers to the prompt at a place."""
         tokenizer = self._worker.models.tokenizer
         texts = None if request.top_logprobs is None else self._texts
         if request.chat:
-            bare = request.forces_call and marks_of(tokenizer) is None
             parser = ChatOutputParser(
-                tokenizer, job.tokens, request.tools, request.stream, request.one_call, bare, request.beginning
+                tokenizer,
+                job.tokens,
+                request.tools,
+                request.stream,
+                request.one_call,
+                self._is_bare_call(request),
+                request.beginning,
             )
             return Choice(index, place, job, parser, texts=texts)
         prompt = request.prompts[place]

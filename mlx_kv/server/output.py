@@ -263,6 +263,53 @@ class Delta:
         return {name: value for name, value in named.items() if value}
 
 
+def answer_state(tokenizer: Any, prompt: Sequence[int], beginning: str = "") -> Any:
+    """The state in which mlx-lm's machine begins to read the answer to a chat.
+
+    Args:
+        prompt: token ids, which may end within reasoning.
+        beginning: of the answer, at the end of the prompt.
+    """
+    initial = "reasoning" if begins_reasoning(tokenizer, prompt, beginning) else "normal"
+    machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
+    return machine.make_state(tokenizer.response_initial_state or initial)
+
+
+class ContentStops(StopStrings):
+    """Stop strings of a chat: they end its content, and are text within reasoning and calls.
+
+    Args:
+        state: of the beginning of the answer, as of `answer_state`.
+    """
+
+    def __init__(self, strings: Sequence[str], state: Any) -> None:
+        super().__init__(strings)
+        self._state, self._held = state, ""  # what may be the beginning of a mark
+
+    @property
+    def _in_content(self) -> bool:
+        return self._state[0] not in ("reasoning", "tool")
+
+    def feed(self, text: str) -> str:
+        passed = ""
+        for character in text:
+            if self._state[0] is None or self.stopped:
+                passed += super().feed(character)
+                continue
+            in_content, held = self._in_content, self._held + character
+            self._state, segments = TextStateMachine.split(self._state, character)  # type: ignore[no-untyped-call]
+            settled, self._held = held[: len(held) - len(self._state[-1])], self._state[-1]
+            before, mark = settled[: len(segments[0][1])], settled[len(segments[0][1]) :]
+            passed += super().feed(before) if in_content else before
+            if mark and not self.stopped:  # no stop string reaches over a mark
+                passed += super().finish() + mark
+        return passed
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return (super().feed(held) if self._in_content else held) + super().finish()
+
+
 class ChatOutputParser:
     """Splits the text of a chat's answer, as it comes.
 
@@ -286,9 +333,7 @@ class ChatOutputParser:
     ) -> None:
         tool_parser = json_tools.parse_tool_call if bare_call else tokenizer.tool_parser
         self._format = ToolCallFormatter(_strict_parser(tool_parser), tools, stream)  # type: ignore[no-untyped-call]
-        initial = "reasoning" if begins_reasoning(tokenizer, prompt, beginning) else "normal"
-        machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
-        self._state = machine.make_state(tokenizer.response_initial_state or initial)
+        self._state = answer_state(tokenizer, prompt, beginning)
         self._previous, self._call, self.has_call = self._state[0], "", False
         self._one_call, self._bare_call = one_call, bare_call
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -9,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.handler import ModelNames
-from mlx_kv.server.output import ChatOutputParser, Delta
+from mlx_kv.server.output import ChatOutputParser, ContentStops, Delta, answer_state
 from mlx_kv.server.requests import MAX_LOGGED, UnknownFields
 
 
@@ -206,3 +210,68 @@ def test_a_question_about_the_mark_of_reasoning_has_an_answer_in_form(reasoner: 
     messages = [{"role": "user", "content": "Is <think> a tag?"}]
     answer = reasoner.post("/v1/chat/completions", messages=messages, max_tokens=60, response_format=form).json()
     assert answer["choices"][0]["message"]["content"] in ('"yes"', '"no"')
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+MARKED = [("normal", "<think>", "reasoning"), ("reasoning", "</think>", "normal")]
+MARKED += [("normal", "<tool_call>", "tool"), ("tool", "</tool_call>", "normal")]
+
+
+def passed_on(text: str, strings: list[str]) -> str:
+    """What comes of a text, as it is defined: parts between marks, of which only content ends at a stop string."""
+    state, part, whole = "normal", "", ""
+    while True:
+        mark = next(
+            ((mark, after) for before, mark, after in MARKED if before == state and text.startswith(mark)), None
+        )
+        if (mark is not None or not text) and state == "normal":
+            ends = [(part.index(string) + len(string), part.index(string)) for string in strings if string in part]
+            if ends:
+                return whole + part[: min(ends)[1]]
+        if mark is not None:
+            whole, part, state, text = whole + part + mark[0], "", mark[1], text[len(mark[0]) :]
+        elif text:
+            part, text = part + text[0], text[1:]
+        else:
+            return whole + part
+
+
+@given(
+    parts=st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "th", "a", "b", "ab"])),
+    strings=st.lists(st.sampled_from(["a", "ba", "<", "th", "</think>", "aab"]), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 9), min_size=60, max_size=60),
+)
+def test_stop_strings_end_content_alone(
+    parts: list[str], strings: list[str], sizes: list[int], reasoner: Running
+) -> None:
+    text, stops = "".join(parts), ContentStops(strings, answer_state(reasoner.worker.models.tokenizer, [1]))
+    said, left = "", text
+    for size in sizes:
+        said, left = said + stops.feed(left[:size]), left[size:]
+    said += "" if stops.stopped else stops.finish()
+    assert said == passed_on(text, strings)
+    assert stops.stopped == (said != text)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_a_stop_string_does_not_end_reasoning(path: str, reasoner: Running) -> None:
+    messages = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "<think>"}]
+    if path == "/api/chat":
+        body: dict[str, Any] = {"options": {"num_predict": 30, "stop": []}, "stream": False}
+        options, name = body["options"], "stop"
+    else:
+        body = {"max_tokens": 30} | ({} if path == "/v1/messages" else {"continue_final_message": True})
+        options, name = body, "stop_sequences" if path == "/v1/messages" else "stop"
+    first = reasoner.post(path, model="reference", messages=messages, **body).json()
+    for thinking in (("choices", 0, "message", "reasoning"), ("content", 0, "thinking"), ("message", "thinking")):
+        with contextlib.suppress(KeyError, IndexError):
+            text = functools.reduce(lambda value, key: value[key], thinking, first)
+    options[name] = [text[6:9]]
+    again = reasoner.post(path, model="reference", messages=messages, **body).json()
+    for answer in (first, again):
+        for field in ("id", "created", "created_at", "usage"):
+            answer.pop(field, None)
+        for field in [field for field in answer if field.endswith("duration")]:
+            answer.pop(field)
+    assert again == first
