@@ -96,6 +96,8 @@ class CachePolicy(PolicySettings):
             if getattr(self, alias) is not None:
                 object.__setattr__(self, name, getattr(self, alias))
                 object.__setattr__(self, alias, None)
+        if self.layers is None:
+            object.__setattr__(self, "layers", self._default_layers(self.share))
         for name, default in self._budget_defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
@@ -230,6 +232,8 @@ class CachePolicy(PolicySettings):
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""
         defaults = self._budget_defaults()
+        share = None if self.share == defaults["share"] else self.share
+        defaults["layers"] = self._default_layers(share)
         values = [(each.name, getattr(self, each.name), defaults.get(each.name, each.default)) for each in fields(self)]
         # Of another type is changed, too, before it is compared: arrays compare element by element.
         return [name for name, value, default in values if type(value) is not type(default) or value != default]
@@ -239,19 +243,20 @@ class CachePolicy(PolicySettings):
         return {name: getattr(self, name) for name in self.changed()}
 
     def _budget_defaults(self) -> dict[str, Any]:
-        """Defaults of the settings of budgets, which depend on other settings."""
+        """Defaults of the settings of budgets but `layers`, which depend on other settings."""
         measured = self.calibration
-        layers = self.layers if self.layers is not None else "uniform"
-        if self.layers is None and measured is not None and self.share != "layers":
-            layers = CALIBRATED
-        share = "layers" if isinstance(layers, str) and layers != CALIBRATED else "head"
+        share = "layers" if isinstance(self.layers, str) and self.layers != CALIBRATED else "head"
         if share == "head" and self.residual_length:  # of heads that hold the same tokens
             share = "layer"
         score = FITTED if measured is not None and measured.layers else "key_diff"
         keep_recent = KEEP_RECENT
         if self.budget is not None:
             keep_recent = default_keep_recent(self.budget, self.residual_length)
-        return {"keep_recent": keep_recent, "score": score, "share": share, "layers": layers}
+        return {"keep_recent": keep_recent, "score": score, "share": share}
+
+    def _default_layers(self, share: str | None) -> str:
+        """What `layers` is if it is not given, beside a share; None is one that is not given either."""
+        return CALIBRATED if self.calibration is not None and share != "layers" else "uniform"
 
 
 def given_policy(policy: CachePolicy | None) -> CachePolicy:

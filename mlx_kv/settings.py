@@ -224,9 +224,15 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def check_settings(instance: Any) -> None:
-    """Raises SettingError for the first field of a dataclass that has a value which its description does not allow."""
+    """Raises SettingError for the first field of a dataclass that has a value which its description does not allow.
+
+    Integers and numbers of other types, such as NumPy's, become Python's.
+    """
     for name, described in settings_of(type(instance)).items():  # type: ignore[arg-type,unused-ignore]
-        check_setting(name, getattr(instance, name), described)
+        value = getattr(instance, name)
+        check_setting(name, value, described)
+        if described.kind in (int, float) and value is not None and type(value) not in (int, float):
+            object.__setattr__(instance, name, operator.index(value) if described.kind is int else float(value))
 
 
 def check_setting(name: str, value: object, described: Setting) -> None:

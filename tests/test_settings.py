@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from calibrations import random_calibration
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from mlx_kv import CachePolicy, SamplingSettings
+from mlx_kv.cache.codecs import Affine
+from mlx_kv.cache.growth import FixedStep, Geometric, Tapered
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.settings import SettingError, check_settings, setting, settings_of
 
@@ -155,3 +160,54 @@ def test_settings_are_imported_without_mlx() -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- settings and the policy that they make ---------------------------------------------------------------------------
+
+TABLES = [[[1, 2], [3, 4]], [[1], [2]]]
+CALIBRATIONS = [None, random_calibration(2, 8, 2), replace(random_calibration(2, 8, 2), layers=())]
+CHOSEN = st.fixed_dictionaries(
+    {},
+    optional={
+        "bits": st.sampled_from([None, 4, 8, (8, 4)]),
+        "codec": st.sampled_from([None, "rotated", Affine(4, 64)]),
+        "growth": st.sampled_from([Tapered(), Geometric(), FixedStep(512)]),
+        "quantized_start": st.sampled_from([0, 100]),
+        "residual_length": st.sampled_from([0, 8]),
+        "max_kv_size": st.sampled_from([None, 500]),
+        "budget": st.sampled_from([None, 100, np.int64(200)]),
+        "keep_recent": st.sampled_from([None, 8, 32]),
+        "sinks": st.sampled_from([4, 1]),
+        "score": st.sampled_from([None, "key_norm", "fitted", "key_diff"]),
+        "share": st.sampled_from([None, "layers", "layer", "head", "adaptive"]),
+        "margin": st.sampled_from([None, 16]),
+        "layers": st.sampled_from([None, "uniform", "calibrated", *TABLES]),
+        "calibration": st.sampled_from(CALIBRATIONS),
+    },
+)
+
+
+def policy_of(options: dict[str, Any]) -> CachePolicy | None:
+    """The policy of some settings; None where they do not go together."""
+    try:
+        return CachePolicy(**options)
+    except ValueError:
+        return None
+
+
+@example({"budget": 100, "layers": TABLES[0]}, {})
+@example({"budget": 100, "calibration": CALIBRATIONS[1], "layers": "uniform"}, {"budget": 100})
+@example({"budget": 100, "calibration": CALIBRATIONS[1], "share": "layers"}, {"budget": 100})
+@given(CHOSEN, CHOSEN)
+def test_settings_make_the_same_policy(options: dict[str, Any], others: dict[str, Any]) -> None:
+    policy, other = policy_of(options), policy_of(others)
+    if policy is not None:
+        assert CachePolicy(**policy.settings()) == policy
+        assert all(policy_of({**policy.settings(), name: value}) == policy for name, value in policy.settings().items())
+        if other is not None:
+            assert (policy.settings() == other.settings()) == (policy == other) == (str(policy) == str(other))
+
+
+def test_a_table_is_for_a_budget() -> None:
+    with pytest.raises(ValueError, match="layers is for a budget"):
+        CachePolicy(layers=[[1], [2]])
