@@ -284,6 +284,17 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def as_int(value: Any) -> Any:
+    """An integer of any type, such as NumPy's, as Python's; other values, booleans among them, as they are."""
+    return operator.index(value) if _is_whole(value) else value
+
+
+def integer_fields(instance: Any, *names: str) -> None:
+    """Makes integers of other types in these fields of a dataclass Python's."""
+    for name in names:
+        object.__setattr__(instance, name, as_int(getattr(instance, name)))
+
+
 def _is_whole(value: Any) -> bool:
     try:
         operator.index(value)

@@ -66,6 +66,18 @@ def test_what_fits_nowhere_is_refused_in_one_line(name: str, call: Call, argumen
     assert not faults
 
 
+def test_whole_numbers_of_every_type_are_taken() -> None:
+    tried_numbers = 0
+    for name, call in CALLED:
+        for argument, number in call.arguments().items():
+            if type(number) is int and name != "load_part":
+                tried_numbers += 1
+                assert tried(call, argument, np.int64(number)) == TAKEN, (name, argument)
+                if 0 <= number < 256:
+                    assert tried(call, argument, np.uint8(number)) == TAKEN, (name, argument)
+    assert tried_numbers > 15
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=5)
     | st.text(st.characters(exclude_categories=[]), max_size=5),

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.settings import OpenSet, SettingError
+from mlx_kv.settings import OpenSet, SettingError, as_int, integer_fields
 
 # --- the protocol -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +195,7 @@ class Affine:
     rotate: bool = False
 
     def __post_init__(self) -> None:
+        integer_fields(self, "bits", "group_size")
         if type(self.bits) is not int or self.bits not in BITS:
             raise SettingError("{bits:is}: a quantised cache has {} bits", ", ".join(map(str, BITS)), bits=self.bits)
         if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
@@ -313,6 +314,7 @@ class Centre:
     numbers: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        integer_fields(self, "heads")
         if type(self.heads) is not int or self.heads < 1 or not isinstance(self.numbers, str):
             raise ValueError("a centre has 1 head or more, and base64 of float16: make one with Centre.of(keys)")
         try:
@@ -515,8 +517,8 @@ def keys_and_values(name: str, given: Any) -> tuple[Any, Any]:
 def one_or_two(given: Any) -> Any:
     """A setting of both tensors in a form to be compared: one where keys and values have the same, else a tuple."""
     if not isinstance(given, (tuple, list)):
-        return given
-    one, *others = given or [None]
+        return as_int(given)
+    one, *others = given = [as_int(each) for each in given] or [None]
     same = len(others) == 1 and type(one) is type(others[0]) and one == others[0]
     return one if same else tuple(given)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from mlx_kv.settings import integer_fields
+
 SLOT_MULTIPLE = 256
 TAIL_MULTIPLE = 32  # behind shared first tokens: tails are short, and there are many
 DOUBLED_TO = 1024  # below, fewer growths are worth the slack
@@ -44,6 +46,7 @@ class Tapered:
     max_increment: int = 8192
 
     def __post_init__(self) -> None:
+        integer_fields(self, "max_increment")
         if type(self.max_increment) is not int or self.max_increment < SLOT_MULTIPLE:
             raise ValueError(f"max_increment is {self.max_increment!r}: give a number of slots from {SLOT_MULTIPLE} up")
 
@@ -70,6 +73,7 @@ class Geometric:
     max_capacity: int | None = None
 
     def __post_init__(self) -> None:
+        integer_fields(self, "max_increment", "max_capacity")
         if not isinstance(self.factor, int | float) or not 1 < self.factor < float("inf"):
             raise ValueError(f"factor is {self.factor!r}: a capacity only grows with a factor above 1, such as 2")
         for name, limit in (("max_increment", self.max_increment), ("max_capacity", self.max_capacity)):
@@ -96,6 +100,7 @@ class FixedStep:
     step: int = SLOT_MULTIPLE
 
     def __post_init__(self) -> None:
+        integer_fields(self, "step")
         if type(self.step) is not int or self.step < 1 or self.step % SLOT_MULTIPLE:
             raise ValueError(f"step is {self.step!r}: give a positive multiple of {SLOT_MULTIPLE}")
 

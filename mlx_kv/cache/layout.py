@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
 
-from mlx_kv.settings import SettingError
+from mlx_kv.settings import SettingError, integer_fields
 
 
 class Row(NamedTuple):
@@ -358,6 +358,7 @@ class Budget(InOrder):
     max_rollback: ClassVar[int] = 0  # keep_recent bounds trims
 
     def __post_init__(self) -> None:
+        integer_fields(self, "budget", "keep_recent", "sinks", "margin", "max_write")
         for name, least in (("budget", 1), ("keep_recent", 0), ("sinks", 0), ("margin", 0), ("max_write", 1)):
             value = getattr(self, name)
             if (value is not None or name != "margin") and (type(value) is not int or value < least):

@@ -30,7 +30,7 @@ from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
 from mlx_kv.policy import CachePolicy, given_policy
-from mlx_kv.settings import shown, whole_number
+from mlx_kv.settings import as_int, shown, whole_number
 
 # --- one prompt in one call -------------------------------------------------------------------------------------------
 
@@ -167,9 +167,10 @@ def stream_generate(
         check_windows(model, check_caches("prompt_cache", model, prompt_cache))
 
     def limit() -> int:
-        if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
+        most = as_int(max_tokens)
+        if type(most) is not int or most == 0 or most < -1:
             raise ValueError(f"max_tokens is {shown(max_tokens)}: give a number from 1 up, or -1 for no limit")
-        return max_tokens
+        return most
 
     return _stream(
         model,

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 
 from mlx_kv.cache.checks import check_type
-from mlx_kv.settings import is_number, shown
+from mlx_kv.settings import integer_fields, is_number, shown
 
 Sampler = Callable[[mx.array], mx.array]
 Filter = Callable[..., mx.array]
@@ -86,6 +86,7 @@ class TemperatureSampler:
             value = getattr(self, name)
             if not (is_number(value) and 0 <= value <= highest):
                 raise ValueError(f"{name} is {shown(value)}: give a number from 0 to {highest:g}")
+        integer_fields(self, "top_k")
         if type(self.top_k) is not int or self.top_k < 0:
             raise ValueError(f"top_k is {shown(self.top_k)}: give a whole number from 1 up, or 0 for all tokens")
 

@@ -15,6 +15,7 @@ from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import CacheCommunicator
+from mlx_kv.settings import as_int
 
 Places = list[tuple[KVCache, int]]
 
@@ -101,7 +102,7 @@ def can_trim_prompt_cache(caches: Iterable[Any], n: int | Sequence[int] | None =
         n: tokens of every row, or n[i] of row i; None, as in mlx-lm, is any number that is held.
     """
     caches = cache_list("caches", caches)
-    return all(cache.is_trimmable() for cache in in_use(caches)) if n is None else can_trim(caches, n)
+    return all(cache.is_trimmable() for cache in in_use(caches)) if n is None else can_trim(caches, as_int(n))
 
 
 @overload
@@ -121,7 +122,7 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int], *, strict: 
     Raises:
         ValueError: strict, and a layer cannot, with its reason; no layer has changed.
     """
-    used, n = in_use(cache_list("caches", caches)), n.tolist() if isinstance(n, mx.array) else n
+    used, n = in_use(cache_list("caches", caches)), as_int(n.tolist() if isinstance(n, mx.array) else n)
     check_type("n", n, int | Sequence, "give a number of tokens, or one for each row")
     if not strict and isinstance(n, int):
         n = min([n, *(tokens for cache in used if (tokens := _tokens_in(cache)) is not None)])

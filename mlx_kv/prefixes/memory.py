@@ -35,7 +35,7 @@ from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt
 from mlx_kv.prefixes.index import Entry, PrefixCache, min_tokens, packed, refuse_removed
 from mlx_kv.ranks.engine import Part, RankCaches
 from mlx_kv.ranks.group import RankGroup
-from mlx_kv.settings import shown
+from mlx_kv.settings import as_int, shown
 
 # Blocks of a GPU are larger: each that a row refers to takes calls in each layer and step.
 BLOCK_SLOTS = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 8192}
@@ -310,6 +310,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
 
     def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, **removed: object) -> None:
         refuse_removed("PromptMemory", removed)
+        max_bytes = as_int(max_bytes)
         if not (isinstance(max_bytes, int | float) and max_bytes >= 0):
             raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 0 up")
         super().__init__(max_bytes, fingerprint)

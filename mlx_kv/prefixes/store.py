@@ -45,7 +45,7 @@ from mlx_kv.files.tensor_files import decode, read_json
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
 from mlx_kv.prefixes.index import Entry, PrefixCache, packed, refuse_removed
-from mlx_kv.settings import shown
+from mlx_kv.settings import as_int, shown
 
 MARKER, FORMAT = "mlx-kv-store", 1
 ABOUT = "Processed prompts, kept here by mlx-kv. To free the space, delete the whole folder."
@@ -183,6 +183,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
     ) -> None:
         refuse_removed("PromptStore", removed)
         check_type("directory", directory, str | os.PathLike, "give a path")
+        max_bytes = as_int(max_bytes)
         if not (isinstance(max_bytes, int | float) and max_bytes >= 1):
             raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 1 up")
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(directory)):

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv.cache.buffers import on_cpu
-from mlx_kv.settings import OpenSet
+from mlx_kv.settings import OpenSet, integer_fields
 
 # Some of the n tokens, a slice of them or indices (B, 1 or H, m), as they were before they were stored: (B, H, m, D).
 Part = Callable[[slice | mx.array], mx.array]
@@ -63,6 +63,7 @@ class AttentionInputs:
     reread: bool = False
 
     def __post_init__(self) -> None:
+        integer_fields(self, "queries")
         if type(self.queries) is not int or self.queries < 0:
             raise ValueError(f"queries is {self.queries!r}: give a number of queries from 0 up")
         if self.received is not False or self.moments is not False:
