@@ -42,12 +42,24 @@ for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspe
     command.add_command(each)
 
 
+def _open_standard_files() -> None:
+    """Opens what the caller has closed (`<&-`): the next file would get its number, and MLX reads none of number 0."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115, as long as the process
+
+
 def main() -> None:
     """Runs the command: bad input is one line on stderr and exit code 2, never a traceback.
 
     `mlx_kv_command` calls it, and handles interrupts before all of this is imported.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _open_standard_files()
     try:
         command.main(standalone_mode=False)
     except ImportError as error:

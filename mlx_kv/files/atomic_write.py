@@ -85,12 +85,18 @@ def check_replaceable(
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+PRIVATE = 0o600  # of files that hold prompts
+
+
 @contextlib.contextmanager
-def atomic_write(path: str | Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A temporary file that replaces `path` at the end; if anything fails, the old file stays.
 
-    The new file has the mode of the old one, and its owner where that is permitted. Without an old file the mode
-    follows the umask. The temporary file is locked as long as it is open.
+    The new file has the mode of the old one, and its owner where that is permitted. The temporary file is locked as
+    long as it is open.
+
+    Args:
+        mode: without an old file, as far as the umask allows it.
 
     Raises:
         ValueError: as `existing_file`.
@@ -99,7 +105,7 @@ def atomic_write(path: str | Path) -> Iterator[IO[bytes]]:
     old = existing_file(path)
     target = Path(os.path.realpath(path))  # a link stays a link
     _remove_abandoned(target)
-    temporary, file = _open_temporary(target, 0o666 if old is None else 0o600)
+    temporary, file = _open_temporary(target, mode if old is None else PRIVATE)
     with file:
         try:
             yield file

@@ -33,7 +33,7 @@ from msgspec import UNSET
 
 from mlx_kv.cache.checks import check_type, token_ids
 from mlx_kv.files import tensor_files
-from mlx_kv.files.atomic_write import check_replaceable
+from mlx_kv.files.atomic_write import PRIVATE, check_replaceable
 from mlx_kv.files.caches import BlockColumn, Description, convert, describe, is_stock, restore
 from mlx_kv.files.tensor_files import check_shape, decode, read_json
 
@@ -133,12 +133,12 @@ class PackedCaches:
     def nbytes(self) -> int:
         return sum(len(content.bytes) for content in self.contents.values())
 
-    def write(self, path: str | Path) -> None:
-        """Raises ValueError and OSError as `tensor_files.write`."""
+    def write(self, path: str | Path, mode: int = PRIVATE) -> None:
+        """Writes the file, its owner's alone unless mode says more. Raises ValueError and OSError as `write`."""
         digests = {name: content.digest(name) for name, content in self.contents.items()}
         text = json.dumps({**self.description, "arrays": digests})
         words = {VERSION_WORD: VERSION, "description": text, "checksum": _checksum(text)}
-        tensor_files.write_contents(path, self.contents, words)
+        tensor_files.write_contents(path, self.contents, words, mode)
 
 
 def pack(
@@ -293,9 +293,9 @@ class SlotBlock:
     def nbytes(self) -> int:
         return sum(len(whole.bytes) // whole.shape[1] * self.slots for whole in self.wholes.values())
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | Path, mode: int = PRIVATE) -> None:
         """Raises ValueError and OSError as `tensor_files.write`."""
-        tensor_files.write_contents(path, self.contents, {BLOCK_WORD: BLOCK_VERSION})
+        tensor_files.write_contents(path, self.contents, {BLOCK_WORD: BLOCK_VERSION}, mode)
 
 
 def _block_name(digests: Mapping[str, str]) -> str:

@@ -269,8 +269,12 @@ def write(path: str | Path, arrays: Mapping[str, mx.array], words: Mapping[str, 
     write_contents(path, contents(arrays), words)
 
 
-def write_contents(path: str | Path, named: Mapping[str, Content], words: Mapping[str, str]) -> None:
-    """As `write`, in any thread."""
+def write_contents(path: str | Path, named: Mapping[str, Content], words: Mapping[str, str], mode: int = 0o666) -> None:
+    """As `write`, in any thread.
+
+    Args:
+        mode: of a new file, as of `atomic_write`.
+    """
     header: dict[str, Any] = {"__metadata__": dict(words)}
     last = 0
     for name, content in named.items():
@@ -280,7 +284,7 @@ def write_contents(path: str | Path, named: Mapping[str, Content], words: Mappin
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header would have {len(text):,} bytes, of at most {MAX_HEADER_BYTES:,}: save less")
-    with atomic_write(path) as file:
+    with atomic_write(path, mode) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for content in named.values():

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention
-from mlx_kv.mlxlm.probe import cached_per_model
+from mlx_kv.mlxlm.probe import cached_per_model, check_not_forked
 
 
 def load(
@@ -41,9 +41,11 @@ def load(
         lazy: read each weight on first use.
 
     Raises:
-        ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
+        ValueError: a directory that holds no model, a name that mlx-lm cannot load, or a template that is no Jinja.
         TypeError: something else than a path or a name.
+        RuntimeError: as `check_not_forked`.
     """
+    check_not_forked()
     template = {} if chat_template is None else {"chat_template": chat_template}
     options = {
         "adapter_path": None if adapter_path is None else str(adapter_path),
@@ -53,7 +55,21 @@ def load(
     }
     model, tokenizer, _config = load_with_config(path_or_hub_id, lazy=lazy, **options)
     fit_to_device(model)
+    if chat_template is not None:
+        _check_template(tokenizer)
     return model, tokenizer
+
+
+def _check_template(tokenizer: Any) -> None:
+    """Raises ValueError for a chat template that is no Jinja; one that refuses this chat may take others."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is no Jinja: line {error.lineno}: {error.message}; correct it") from None
+    except Exception:
+        pass
 
 
 def release_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:

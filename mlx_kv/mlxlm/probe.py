@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import sys
 import weakref
 from collections import Counter
@@ -56,8 +57,35 @@ Ropes = tuple[Rotation | None, Rotation | None]  # of keys and of values
 Function = Callable[..., mx.array]
 
 
+_is_forked = False
+
+
+def check_not_forked() -> None:
+    """Called where MLX is about to be used.
+
+    Raises:
+        RuntimeError: this process was forked from one that had used it. MLX would wait for threads that are not here.
+    """
+    if _is_forked:
+        raise RuntimeError(
+            "this process was forked after MLX had been used, whose threads it does not have: start it in another way "
+            "(multiprocessing's 'spawn'), or fork before a model is loaded"
+        )
+    _watch_forks()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    def mark() -> None:
+        global _is_forked
+        _is_forked = True
+
+    os.register_at_fork(after_in_child=mark)
+
+
 def check_model(name: str, model: object) -> None:
-    """Raises TypeError where an argument is no model."""
+    """Raises TypeError where an argument is no model, and RuntimeError as `check_not_forked`."""
+    check_not_forked()
     check_type(name, model, nn.Module, "give a model, as mlx_kv.load returns it")
 
 

@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from msgspec import Meta, Struct
 
 from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.files import serialization, tensor_files
-from mlx_kv.files.atomic_write import locked
+from mlx_kv.files.atomic_write import PRIVATE, locked
 from mlx_kv.files.tensor_files import decode, read_json
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
@@ -160,6 +161,15 @@ class PackedEntry:
     caches: serialization.PackedCaches
 
 
+def _file_mode(folder: int) -> int:
+    """The mode of files in a folder of this mode: prompts are their owner's, and others' who may write there."""
+    shared = PRIVATE
+    for writes, reads_and_writes in ((stat.S_IWGRP, 0o060), (stat.S_IWOTH, 0o006)):
+        if folder & writes and not folder & stat.S_ISVTX:  # a sticky folder, as /tmp, is everybody's and not shared
+            shared |= reads_and_writes
+    return shared
+
+
 class PromptStore(PrefixCache[IndexedEntry]):
     """Processed prompts in a folder.
 
@@ -198,7 +208,8 @@ class PromptStore(PrefixCache[IndexedEntry]):
         self._released: set[str] = set()  # blocks of entries that were removed
         self._unread = False  # whether an index could not be read the last time, whose blocks are unknown
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._mode = _file_mode(self._folder.stat().st_mode)
             self._check_folder(os.listdir(self._folder))
         except OSError as error:
             raise self._refusal(directory, error.strerror or error) from error
@@ -423,14 +434,15 @@ class PromptStore(PrefixCache[IndexedEntry]):
         for column in cut.columns:
             for block in column:
                 if block.name not in existing:
-                    block.write(self._folder / f"{block.name}.block")
-        cut.rest.write(self._folder / f"{name}.safetensors")
+                    block.write(self._folder / f"{block.name}.block", self._mode)
+        cut.rest.write(self._folder / f"{name}.safetensors", self._mode)
 
     def _replace(self, file: str, content: bytes) -> None:
         """Writes a small file, whole or not at all."""
         partial = self._folder / f"{file}.{uuid.uuid4().hex}.partial"
         try:
-            partial.write_bytes(content)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode), "wb") as opened:
+                opened.write(content)
             os.replace(partial, self._folder / file)
         except BaseException:
             self._delete(partial.name)
