@@ -441,8 +441,8 @@ class PromptStore(PrefixCache[IndexedEntry]):
         """Writes a small file, whole or not at all."""
         partial = self._folder / f"{file}.{uuid.uuid4().hex}.partial"
         try:
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode), "wb") as opened:
-                opened.write(content)
+            partial.touch(self._mode, exist_ok=False)
+            partial.write_bytes(content)
             os.replace(partial, self._folder / file)
         except BaseException:
             self._delete(partial.name)

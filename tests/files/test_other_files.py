@@ -102,7 +102,7 @@ def test_a_private_file_stays_private(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         save_prompt_cache(path, filled())
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640  # as any new file
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for mode in (0o600, 0o664):
             path.chmod(mode)
             with pytest.MonkeyPatch.context() as patch:
