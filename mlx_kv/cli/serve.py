@@ -215,12 +215,13 @@ class ServerSettings:
         above=0,
         help="Time without requests after which weights are freed; the next request loads them again.",
     )
-    prompt_memory_bytes: int = setting(
-        2**30,
+    prompt_memory_bytes: int | None = setting(
+        None,
         option=("--prompt-memory-bytes", "--prompt-cache-bytes"),
         summary="Memory for cached prompts.",
         kind=read_bytes,
         metavar="BYTES",
+        default_text="what the memory limit leaves beside weights and requests",
         help="Memory for cached prompts, which speed up prompts with the same beginning; 0 caches none.",
     )
     prompt_store: str | None = setting(
@@ -401,7 +402,7 @@ def serve(
             worker,
             model.name,
             http,
-            lambda url: say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/"),
+            lambda url: say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/; {worker.prompts_kept}"),
             say,
         )
     except WorkerError as error:

@@ -272,6 +272,9 @@ class EvictedPrefixes:
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
     def add(self, tokens: bytes) -> None:
         """Records a packed prompt that is evicted."""
         for digest in _digests(tokens):

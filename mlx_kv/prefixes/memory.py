@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,7 +32,7 @@ from mlx_kv.cache.state import cut_chain
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.recurrent import recurrent_states
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
-from mlx_kv.prefixes.index import Entry, PrefixCache, min_tokens, packed, refuse_removed
+from mlx_kv.prefixes.index import MIN_SHARED, Entry, EvictedPrefixes, PrefixCache, min_tokens, packed, refuse_removed
 from mlx_kv.ranks.engine import Part, RankCaches
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.settings import as_int, shown
@@ -163,6 +163,25 @@ class BlockCaches:
                 cache.replace_planes(_empty(keys.planes), _empty(values.planes))
         return cls(shells, new)
 
+    def shortened(self, tokens: int, excess: int) -> BlockCaches:
+        """Without the last `excess` tokens of so many, in the same blocks; slots must be positions."""
+        shells = copy.deepcopy(self._shells)
+        trim_prompt_cache(shells, excess, strict=True)
+        strips = [Strip(strip.layers, tuple(first_slots(strip.pieces, tokens - excess))) for strip in self._strips]
+        return BlockCaches(shells, strips)
+
+    def first_bytes(self, slots: int, others: Collection[ArrayBlock]) -> int:
+        """Bytes of the blocks of the first slots, but for blocks of others."""
+        blocks = {block for strip in self._strips for block, _ in first_slots(strip.pieces, slots)}
+        return sum(self.blocks[block] for block in blocks if block not in others)
+
+    def ends(self, tokens: int) -> list[int]:
+        """Numbers of tokens at which blocks end, the largest first, below so many; none if slots are not positions."""
+        if not slots_are_positions(self._shells, tokens):
+            return []
+        ends = {end for strip in self._strips for end in accumulate(count for _, count in strip.pieces)}
+        return sorted(ends - {tokens}, reverse=True)
+
     def restore(self, excess: int, tokens: int) -> list[Any]:
         """New caches without the last `excess` tokens; computed on first use.
 
@@ -267,6 +286,11 @@ def _entry_bytes(caches: Sequence[Any]) -> int:
     return total
 
 
+def slots_are_positions(caches: Sequence[Any], tokens: int) -> bool:
+    """Whether caches that have read so many tokens hold each of them in the slot of its position."""
+    return all(is_ours(cache) and cache.evictor is None and cache.view.used == tokens for cache in leaves(caches))
+
+
 def _empty(planes: Sequence[mx.array]) -> list[mx.array]:
     return [mx.zeros((*plane.shape[:2], 0, plane.shape[3]), plane.dtype) for plane in planes]
 
@@ -297,16 +321,24 @@ class MemoryEntry(Entry):
 
 
 class PromptMemory(PrefixCache[MemoryEntry]):
-    """Processed prompts in memory, the least recently used removed first.
+    """Processed prompts in memory. The least recently used ones are shortened or removed to make room.
+
+    A prompt that does not fit keeps its beginning, where caches hold each token in the slot of its position. Others
+    (windows, budgets, recurrent state) are kept whole or not at all.
 
     Args:
         max_bytes: of all entries together, what several share counted once. 0 keeps nothing.
         fingerprint: of model and policy; None takes that of the first `PromptReader`. A reader of another model or
             policy is refused.
 
+    Attributes:
+        too_large: digests of the prompts that were larger than max_bytes.
+
     Raises:
         ValueError: max_bytes below 0; from `find` and `keep`, that there is no fingerprint yet.
     """
+
+    _shortens = True
 
     def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, **removed: object) -> None:
         refuse_removed("PromptMemory", removed)
@@ -314,7 +346,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         if not (isinstance(max_bytes, int | float) and max_bytes >= 0):
             raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 0 up")
         super().__init__(max_bytes, fingerprint)
-        self._number = 0  # of entries so far
+        self._number, self.too_large = 0, EvictedPrefixes()  # number of entries so far
 
     def __len__(self) -> int:
         return len(self._table)
@@ -343,13 +375,22 @@ class PromptMemory(PrefixCache[MemoryEntry]):
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Keeps a copy of the caches that have read exactly these tokens, unless an entry serves as well.
 
+        If they are larger than `max_bytes`, as many of their first tokens are kept as fit, if they can be shortened.
         Blocks that are equal to those of another entry are shared with it. The caches are evaluated.
 
         Returns:
             Whether there is a new entry.
         """
-        caches = cache_list("caches", caches)
-        plain = self._entry(tokens, caches, _entry_bytes(caches))
+        layers = cache_list("caches", caches)
+        nbytes = _entry_bytes(layers)
+        if 0 < self.max_bytes < nbytes:
+            self.too_large.add(packed(tokens))
+            fit = int(len(tokens) * self.max_bytes / nbytes)
+            if self._shortens and slots_are_positions(layers, len(tokens)) and fit >= min_tokens(layers, len(tokens)):
+                layers = copy.deepcopy(layers)
+                trim_prompt_cache(layers, len(tokens) - fit, strict=True)
+                tokens, nbytes = tokens[:fit], _entry_bytes(layers)
+        plain = self._entry(tokens, layers, nbytes)
         if plain is None:
             return False
         now, covering = time.monotonic(), self._table.covering(plain)
@@ -357,7 +398,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             self._table.touch(covering, now)
             return False
         like, shared = self._table.nearest(plain.tokens, plain.fingerprint) or (None, 0)
-        copies = self._pack(caches, len(plain), None if like is None else like.caches, shared)
+        copies = self._pack(layers, len(plain), None if like is None else like.caches, shared)
         name, self._number = str(self._number), self._number + 1
         least = max(plain.least, copies.min_tokens)
         entry = MemoryEntry(plain.tokens, plain.bytes, least, plain.fingerprint, caches=copies)
@@ -370,8 +411,35 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         return BlockCaches.of(caches, tokens, like, shared)
 
     def shrink(self, most: int) -> None:
-        """Removes the least recently used entries until the others have at most so many bytes."""
+        """Shortens or removes the least recently used entries until all have at most so many bytes."""
         self._evict(most)
+
+    def _evict(self, max_bytes: float) -> None:
+        while self._table and self._table.nbytes > max_bytes:
+            name = self._table.least_recent(self._last_used)
+            entry, used = self._table[name], self._table.touched(name)
+            self.evicted.add(entry.tokens)
+            self._remove(name)
+            shorter = self._shortened(entry, max_bytes - self._table.nbytes)
+            if shorter is not None:
+                self._table.add(name, shorter)
+                self._table.touch(name, used)
+
+    def _shortened(self, entry: MemoryEntry, room: float) -> MemoryEntry | None:
+        """The longest beginning of an entry, in whole blocks, that takes at most so many bytes beside all others.
+
+        None if it is too short, or another entry serves as well.
+        """
+        others = self._table.blocks
+        for end in entry.caches.ends(len(entry)) if self._shortens and room > 0 else ():
+            if end < max(MIN_SHARED, entry.least):
+                break
+            if entry.own_bytes + entry.caches.first_bytes(end, others) <= room:
+                caches = entry.caches.shortened(len(entry), len(entry) - end)
+                nbytes = caches.own_bytes + sum(caches.blocks.values())
+                shorter = MemoryEntry(entry.tokens[: 4 * end], nbytes, entry.least, entry.fingerprint, caches=caches)
+                return None if self._table.covering(shorter) is not None else shorter
+        return None
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Removes the entry of these tokens, unless it serves longer prompts, too."""
@@ -399,7 +467,12 @@ class RankBlocks(Part, BlockCaches):
 
 
 class RankMemory(PromptMemory):
-    """The leader's, of `RankCaches`: it decides what all ranks keep, each its part. Sizes are those of its own part."""
+    """The leader's, of `RankCaches`: it decides what all ranks keep, each its part. Sizes are those of its own part.
+
+    Entries are kept whole or not at all: other ranks have no message to shorten theirs.
+    """
+
+    _shortens = False
 
     def _pack(self, caches: Any, tokens: int, like: Any, shared: int) -> BlockCaches:
         group, blocks = caches.group, super()._pack(caches, tokens, like, shared)

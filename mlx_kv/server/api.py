@@ -380,6 +380,8 @@ class StatusRoutes:
             "memory_limit": worker.limit.limit,
             "freed_memory_limit": worker.freed_limit,
             "weights": worker.limit.weights,
+            "prompt_memory_limit": worker.prompt_bytes,
+            "prompt_memory_tokens": worker.plan.tokens_in(worker.prompt_bytes),
             "policies": [{"policy": policy_name(worker.policy), "rows": sum(job.has_row for job in jobs)}],
             "keeps_prompts": worker.settings.keeps_prompts,
             "prefixes": list(worker.monitor.prefixes.reports),

@@ -24,7 +24,7 @@ from mlx_kv.cache.row_classes import MAX_PADDING
 from mlx_kv.generation.prefill import next_room
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
-from mlx_kv.planning import RowMemory, default_limit
+from mlx_kv.planning import DEVICE_SHARE, RowMemory, default_limit
 from mlx_kv.prefixes.index import shared
 
 RESOLUTION = 1000  # gaps between positions below this fraction of a row are closed
@@ -97,6 +97,11 @@ class RowPlan:
         """Bytes of one row in a batch of which the longest row has so many slots."""
         return self.memory.read_once(slots, SLOT_MULTIPLE) + self.draft.read_once(slots, SLOT_MULTIPLE)
 
+    def tokens_in(self, nbytes: int) -> int | None:
+        """Tokens of cached prompts in so many bytes; None if caches are of one size however long a prompt is."""
+        per_token = (self.nbytes(2**20) - self.nbytes(2**19)) // 2**19
+        return nbytes // per_token if per_token else None
+
     def two_pass_bytes(self, row: RowSlots) -> int:
         """Bytes of one row during a two-pass prefill, outside of the batch; 0 if the prefill has one pass."""
         if self.memory.instructions is None:
@@ -159,6 +164,12 @@ class MemoryLimit:
     def left(self, planned: int) -> int | None:
         """Bytes left for cached prefixes beside rows of so many bytes; None is no limit."""
         return None if self.for_rows is None else max(0, self.for_rows - planned)
+
+    def for_prompts(self, nbytes: int | None) -> int:
+        """Bytes for cached prefixes at most: as many as given, or else what is for rows, or a quarter of the device."""
+        if nbytes is not None:
+            return nbytes
+        return int((default_limit() or 2**32) / DEVICE_SHARE / 4) if self.for_rows is None else self.for_rows
 
     def refusal(self, plan: RowPlan, prompt: int, answer: int) -> str | None:
         """An error message if a prompt and an answer of so many tokens do not fit without other rows, else None."""

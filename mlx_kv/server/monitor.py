@@ -196,6 +196,7 @@ class Reason(StrEnum):
     BELOW_64_TOKENS = "below_64_tokens"  # the prompt is too short to be cached
     DIFFERS = "differs"
     EVICTED = "evicted"
+    TOO_LARGE = "too_large"  # for the memory for cached prompts, which has its beginning at most
     NOT_TRIMMABLE = "not_trimmable"  # the caches can't be trimmed back to the tokens in common
 
 
@@ -248,9 +249,11 @@ def match_prefix(tokens: bytes, reused: int, memory: PromptMemory) -> PrefixMatc
         return PrefixMatch(count, reused)
     if count <= MIN_SHARED:  # the last token is always read
         return PrefixMatch(count, reused, Reason.BELOW_64_TOKENS)
-    nearest = memory.nearest(tokens)
+    large, nearest = memory.too_large.longest(tokens), memory.nearest(tokens)
     offered = reused if nearest is None else max(reused, nearest[1])
     evicted = memory.evicted.longest(tokens)
+    if large >= max(evicted, offered + MIN_SHARED) or offered < MIN_SHARED <= large:
+        return PrefixMatch(count, reused, Reason.TOO_LARGE, large)
     if evicted >= offered + MIN_SHARED or offered < MIN_SHARED <= evicted:
         return PrefixMatch(count, reused, Reason.EVICTED, evicted)
     if nearest is None:
@@ -310,7 +313,8 @@ def _why(match: PrefixMatch, texts: dict[str, str] | None) -> str:
     return {
         Reason.NONE_KEPT: "no prompt is cached",
         Reason.BELOW_64_TOKENS: f"prompts of up to {MIN_SHARED} tokens are not reused",
-        Reason.EVICTED: f"{offered} or more were cached and evicted: raise --prompt-memory-bytes",
+        Reason.EVICTED: f"{offered} or more were cached and evicted: raise --prompt-memory-bytes or --memory-limit",
+        Reason.TOO_LARGE: f"{offered} or more did not fit into memory: raise --prompt-memory-bytes or --memory-limit",
         Reason.NOT_TRIMMABLE: f"{offered} are cached, but caches of this policy cannot be trimmed back to them",
         None: "",
     }[match.reason]

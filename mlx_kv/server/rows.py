@@ -90,7 +90,7 @@ class WorkerSettings:
         max_batch_size, prefill_step_size: as in `EngineSettings`.
         max_wait: seconds that rows wait for their next token while prompts are read, as in `EngineSettings`.
         drafting: of speculative decoding.
-        prompt_memory_bytes: of cached prefixes in memory; 0 keeps none.
+        prompt_memory_bytes: of cached prefixes in memory; 0 keeps none, None is what the memory limit leaves.
         open_store: opens the prompt store; None is without one.
         memory_limit: bytes of weights, rows and cached prefixes; "device" is what the device has, None is no limit.
     """
@@ -100,14 +100,14 @@ class WorkerSettings:
     prefill_step_size: int | None = None
     max_wait: float | None = None
     drafting: DraftSettings = field(default_factory=DraftSettings)
-    prompt_memory_bytes: int = 2**30
+    prompt_memory_bytes: int | None = None
     open_store: OpenStore | None = None
     memory_limit: int | Literal["device"] | None = None
 
     @property
     def keeps_prompts(self) -> bool:
         """Whether prefixes are cached for later requests."""
-        return self.open_store is not None or self.prompt_memory_bytes > 0
+        return self.open_store is not None or self.prompt_memory_bytes != 0
 
     def engine(self, models: Models, policy: CachePolicy, communicator: Communicator = LOCAL) -> Engine:
         """An engine for a policy.
@@ -211,6 +211,7 @@ class Rows:
         monitor: Monitor,
         wake: Callable[[], None],
         deliver: Callable[[list[OutputChunk]], None],
+        limit: MemoryLimit,
         group: RankGroup | None = None,
     ) -> None:
         self._models, self._settings, self.policy = models, settings, policy
@@ -219,7 +220,7 @@ class Rows:
         self._make_engine()
         try:
             self.prefixes = TieredPrefixes(
-                (PromptMemory if group is None else RankMemory)(settings.prompt_memory_bytes),
+                (PromptMemory if group is None else RankMemory)(limit.for_prompts(settings.prompt_memory_bytes)),
                 None if settings.open_store is None else settings.open_store(models),
                 wake,
                 lambda: settings.fingerprint(models, policy, self.engine),
@@ -579,7 +580,16 @@ class TieredPrefixes:
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         """Caches a prefix in memory, and in the store unless that has just refused an entry."""
+        first = not self.memory.too_large
         self._attempt(lambda: self.memory.keep(tokens, caches))
+        if first and self.memory.too_large:
+            log.warning(
+                "a prompt of %s tokens does not fit into %.1f MB of prompt memory: its first %s tokens are kept, and "
+                "the others are read again; raise --prompt-memory-bytes or --memory-limit (this is logged once)",
+                f"{len(tokens):,}",
+                self.memory.max_bytes / 1e6,
+                f"{self._serves(self.memory, tokens):,}",
+            )
         if self.store is not None and time.monotonic() >= self._retry_at:
             self._attempt(partial(self._store, self.store, tokens, caches))
 

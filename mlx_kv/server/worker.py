@@ -96,6 +96,7 @@ class Worker:
         freed_limit: bytes of freed buffers that MLX keeps; None is MLX's own limit.
         context: length in tokens; None if unknown.
         plan: memory of rows.
+        prompt_bytes: of cached prefixes in memory, at most; rows that need more leave less.
         vocabulary: number of token ids.
     """
 
@@ -121,6 +122,13 @@ class Worker:
         self._load_error: Exception | None = None
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
+
+    @property
+    def prompts_kept(self) -> str:
+        """How much of cached prompts memory can have, in words."""
+        tokens = self.plan.tokens_in(self.prompt_bytes)
+        size = f"{self.prompt_bytes / 1e6:,.0f} MB" + ("" if tokens is None else f", {tokens:,} tokens")
+        return f"memory for prompts: at most {size}" if self.settings.keeps_prompts else "no prompts are kept"
 
     def follow(self) -> None:
         """On ranks other than the first: follows the first rank's worker until that ends. Takes no jobs.
@@ -204,6 +212,7 @@ class Worker:
         self._load_models()
         models, settings = self.models, self.settings
         self._memory = TotalMemory(models.model, self.group)
+        self.limit = memory_limit(settings.memory_limit, sum(map(weight_bytes, models.networks)))
         self._rows = Rows(
             models,
             settings,
@@ -211,10 +220,11 @@ class Worker:
             self.monitor,
             partial(self._inbox.put, lambda: None),
             lambda chunks: self.deliver(chunks),
+            self.limit,
             self.group,
         )
         self.plan = self._rows.plan
-        self.limit = memory_limit(settings.memory_limit, sum(map(weight_bytes, models.networks)))
+        self.prompt_bytes = int(self._rows.prefixes.memory.max_bytes)
         self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
         self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
         self._unload.begin(models)
