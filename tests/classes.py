@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,19 @@ def anywhere(seed: int) -> Rule:
         for row in range(len(needs)):
             classes.setdefault(drawn.randrange(3), []).append(row)
         return tuple(sorted(map(tuple, classes.values())))
+
+    return settled
+
+
+def anywhere_in_each_layer(seed: int) -> Rule:
+    """The same, but each layer has its own: as where heads keep different numbers of tokens."""
+    calls = count()
+
+    def settled(needs: tuple[int, ...], held: RowClasses, coming: RowClasses, min_saving: int) -> RowClasses:
+        number = next(calls)
+        if number % 3 == 0:  # all rows together
+            return (tuple(range(len(needs))),)
+        return anywhere(seed + number % 3)(needs, held, coming, min_saving)
 
     return settled
 

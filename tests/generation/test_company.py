@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from classes import anywhere
+from classes import anywhere, anywhere_in_each_layer
 from effort import PROFILE
 from engines import make_engine
 from mlx_lm.generate import generate_step
@@ -122,6 +122,29 @@ def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatc
     assert sum(map(len, wanted)) > (0.6 if name in COARSE else 0.8) * sum(lengths)
     assert [row[: len(each)] for row, each in zip(got, wanted, strict=True)] == wanted
     assert (counts.accepted > 0) == bool(how)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "adaptive, observes queries"),
+        ("gemma3_text", "adaptive"),
+        ("qwen3", "full"),
+        pytest.param("falcon_h1", "budget", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "adaptive, observes queries", marks=pytest.mark.slow),
+        pytest.param("llama", "a table, a ranking by layer", marks=pytest.mark.slow),
+        pytest.param("llama", "max_kv_size, 8 bits", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_may_have_other_classes(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one mask all the same: where a layer is in several parts, none serves the model by one cache."""
+    monkeypatch.setattr(row_classes, "assign_classes", anywhere_in_each_layer(3))
+    model, policy, prompts = make_model(family), policy_for(family, name), MIXED[::2]
+    got = [list[int]() for _ in prompts]
+    for token in batch_generate(model, None, prompts, policy, 16, max_batch_size=6, prefill_step_size=CHUNK):
+        got[token.index].append(token.token)
+    wanted = until_a_tie(model, policy, prompts, [16] * len(prompts), NEARLY)
+    assert [row[: len(each)] for row, each in zip(got, wanted, strict=True)] == wanted
 
 
 @pytest.mark.slow
