@@ -28,6 +28,7 @@ from mlx_kv.cache.row_classes import (
     Part,
     Parts,
     Regrouping,
+    RowClass,
     part_of,
     regroup,
     regroup_growing,
@@ -66,14 +67,14 @@ class DeferredMask:
         self._new, self._return_array, self._window = new, return_array, window_size
         self._known: dict[Any, Mask] = {}  # layers whose caches stand alike share a mask
 
-    def of(self, number: int, cache: KVCache) -> Mask:
+    def of(self, rows: RowClass, cache: KVCache) -> Mask:
         """The mask of a cache before its update.
 
         Args:
-            number: of its class. Caches of two classes have histories of their own, and may come to stand alike in what
-                can be seen of them.
+            rows: of its class, which layers number differently. Caches of two classes have histories of their own, and
+                may come to stand alike in what can be seen of them.
         """
-        key = number, cache.layout, cache.rows, cache.lengths
+        key = rows, cache.layout, cache.rows, cache.lengths
         by_integers = cache.evictor is None or self._window is None
         if key not in self._known or not by_integers:
             self._known[key] = cache.make_mask(self._new, self._return_array, self._window)
@@ -170,7 +171,7 @@ def attend(
     """
     outputs: list[mx.array] = []
     partials: list[tuple[tuple[int, ...], Partial]] = []
-    for number, (cache, rows, take) in enumerate(parts):
+    for cache, rows, take in parts:
         queries, lengths = call.queries[take], cache.lengths
         if lengths is not None and not any(lengths) and cache.evictor is None:
             # Only padding, whose outputs are not used, but finite: prompts of other classes are longer.
@@ -179,7 +180,7 @@ def attend(
             continue
         if readings:
             cache.ungroup()  # heads by length can only be attended to alone
-        layer_mask = mask.of(number, cache)
+        layer_mask = mask.of(rows, cache)
         read, read_values = cache.update_and_fetch(keys[take], values[take])
         part_call = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=layer_mask)
         if readings:

@@ -9,12 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engines import make_engine
 from mlx_lm.models import cache as stock
 from test_layer_group import POLICY, PROMPT, feed, one_sequence, positions
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache
+from mlx_kv import CachePolicy, KVCache, batch_generate, compact, make_prompt_cache
 from mlx_kv.cache.eviction.evictor import SequenceCopies
+from mlx_kv.generation.sequence import TokenSequence
 
 Held = namedtuple("Held", "first second third")
 
@@ -164,3 +166,47 @@ def test_a_copy_that_lacks_layers_does_not_decide_alone(copied: list[int]) -> No
     with pytest.raises(ValueError, match=r"was copied without layer .*copy all layers in their order, .*share='layer'"):
         list(steps)
     assert all(part.evictor.compactions == caches[0].evictor.compactions for part in parts)
+
+
+def test_a_copy_of_a_batch_takes_rows_back_from_it() -> None:
+    """Each layer by itself, in the order of layers: copies, rows that leave, and copies of others that join."""
+    model, policy = make_model("llama"), CachePolicy(budget=40, margin=8)
+    prompts = [mx.random.randint(1, VOCAB, (1, 38), key=mx.random.key(seed)) for seed in (1, 2)]
+
+    def read(prompt: mx.array) -> list[Any]:
+        caches = make_prompt_cache(model, policy)
+        model(prompt, cache=caches)
+        return caches
+
+    both = [one.merge([one, other]) for one, other in zip(*map(read, prompts), strict=True)]
+    part = copy.deepcopy(both)
+    for copied, original in zip(part, both, strict=True):
+        copied.filter([1])
+        original.filter([0])
+    for copied, original in zip(part, both, strict=True):
+        copied.extend(original)
+        copied.extend(original)  # twice: two sequences
+    rows = [read(prompts[index]) for index in (1, 0, 0)]
+    for step in range(20):
+        tokens = mx.array([[step + 1]])
+        logits = model(mx.broadcast_to(tokens, (3, 1)), cache=part)
+        for index, alone in enumerate(rows):
+            assert mx.allclose(logits[index], model(tokens, cache=alone)[0], atol=1e-4)
+    assert all(cache.evictor.metadata.groups[1] is part[0].evictor.metadata.groups[1] for cache in part)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
+def test_a_prompt_that_joins_while_another_is_read_leaves_it_whole(family: str) -> None:
+    model = make_model(family, max_position_embeddings=4096)
+    ids = mx.random.randint(1, VOCAB, (1400,), key=mx.random.key(3)).tolist()
+    prompts, policy = [ids, ids[5:35]], CachePolicy(budget=200)
+    engine, got = make_engine(model, set(), policy, 4, 256), [list[int](), list[int]()]
+    engine.submit(TokenSequence(0, prompts[0], 60))
+    engine.step()
+    engine.submit(TokenSequence(1, prompts[1], 60))
+    while engine.busy:
+        for token in engine.step():
+            got[token.index].append(token.token)
+    for prompt, tokens in zip(prompts, got, strict=True):
+        alone = batch_generate(model, None, [prompt], policy, 60, max_batch_size=1, prefill_step_size=256)
+        assert tokens == [token.token for token in alone]

@@ -130,7 +130,7 @@ def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatc
         ("llama", "adaptive, observes queries"),
         ("gemma3_text", "adaptive"),
         ("qwen3", "full"),
-        pytest.param("falcon_h1", "budget", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", "observes queries", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "adaptive, observes queries", marks=pytest.mark.slow),
         pytest.param("llama", "a table, a ranking by layer", marks=pytest.mark.slow),
         pytest.param("llama", "max_kv_size, 8 bits", marks=pytest.mark.slow),

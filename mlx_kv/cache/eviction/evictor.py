@@ -769,10 +769,8 @@ class SequenceCopies:
 
     def __init__(self, name: str, layers: Iterable[int] = ()) -> None:
         self.layers = set(layers)
-        # The last copy; several where one cache has the sequence several times, as a prompt merged with itself.
-        self._groups: list[weakref.ref[LayerGroup]] = []
-        self._last: Callable[[], Evictor | None] = lambda: None  # the evictor of the layer that was copied last
-        self._number = 0  # of the copies of that layer in that evictor, less 1
+        # The last copy, by how many copies come before it in one batch, as where a prompt is merged with itself.
+        self._groups: dict[int, weakref.ref[LayerGroup]] = {}
         self._by_name[name] = self
 
     @classmethod
@@ -781,14 +779,20 @@ class SequenceCopies:
         return cls._by_name.get(name) or cls(name)
 
     def group_for(self, layer: int, member: Evictor, communicator: CacheCommunicator) -> LayerGroup:
-        """The copy that a layer completes, or a new one."""
-        self._number = self._number + 1 if self._last() is member else 0
-        self._last = weakref.ref(member)
-        group = self._groups[self._number]() if self._number < len(self._groups) else None
-        return group if group is not None and layer > max(group._members) else self.begin(communicator)
+        """The copy that a layer completes, or a new one.
 
-    def begin(self, communicator: CacheCommunicator) -> LayerGroup:
+        Args:
+            member: the evictor that gets the copy, with the copies that it has.
+        """
+        number = sum(group._source is self for group in member.metadata.groups)
+        group = self._groups.get(number, lambda: None)()
+        if group is not None and layer > max(group._members):
+            return group
+        return self.begin(communicator, number)
+
+    def begin(self, communicator: CacheCommunicator, number: int = 0) -> LayerGroup:
         """A new copy, which the layers that follow join."""
         group = LayerGroup(communicator, self)
-        self._groups[self._number :] = [weakref.ref(group)]
+        self._groups = {before: other for before, other in self._groups.items() if before < number}
+        self._groups[number] = weakref.ref(group)
         return group
