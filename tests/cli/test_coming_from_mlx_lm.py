@@ -62,7 +62,7 @@ def our_default(option: click.Option) -> str:
         return "off"
     if "[default: the model's" in (option.help or ""):
         return "the model's"
-    said = re.search(r"\[default: ([\w.]+)", option.help or "")
+    said = re.search(r"\[default: ([\w.]+)[],;]", option.help or "")
     value = option.default
     return f"`{said[1]}`" if said else in_words(None if "UNSET" in repr(value) else value)
 

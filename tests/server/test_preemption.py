@@ -18,6 +18,7 @@ from mlx_kv.generation.grammar import Constraint, GrammarCompiler
 from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.mlxlm.loading import load
+from mlx_kv.server.memory import MemoryLimit
 from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.output import Job, OutputChunk
 from mlx_kv.server.rows import Models, Rows, WorkerSettings
@@ -74,7 +75,8 @@ class Harness:
 
     def __post_init__(self) -> None:
         settings = WorkerSettings(self.policy, 4, 128, prompt_memory_bytes=2**26 if self.keeps else 0)
-        self.rows = Rows(self.models, settings, self.policy, Monitor(), lambda: None, self.deliver)
+        monitor, limit = Monitor(), MemoryLimit()
+        self.rows = Rows(self.models, settings, self.policy, monitor, lambda: None, self.deliver, limit)
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:
