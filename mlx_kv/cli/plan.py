@@ -13,13 +13,14 @@ import click
 
 from mlx_kv.cli.model import find_config, read_config, short_name
 from mlx_kv.cli.options import Parsed, command, json_option, message_of, option, plot_option, read_numbers
-from mlx_kv.cli.output import aligned, check_plot, save_figure
+from mlx_kv.cli.output import aligned, check_plot, human_bytes, save_figure
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import SplitOptions, split_options
 from mlx_kv.settings import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from mlx_kv.planning import Layer, RankMemory, StrategyMemory
+    from mlx_kv.planning import Layer, Planner, RankMemory, StrategyMemory
+    from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
 \b
@@ -32,6 +33,7 @@ Examples:
   mlx-kv plan --model reference --json
   mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
 """
+USUAL_PROMPT = 2000  # tokens
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
@@ -111,6 +113,22 @@ def shared_lines(most: int, tokens: int, copies: StrategyMemory, contexts: Seque
     if most < max(contexts):  # a budget: then tokens are evicted
         once += f", until a sequence has more than {most:,} tokens"
     return [f"{once}. With copies in each sequence: {sizes} {unit} at {of} tokens."]
+
+
+def server_line(planner: Planner, policy: CachePolicy, batch_size: int) -> str:
+    """What sequences take as they usually are and at worst, and how many tokens of cached prompts a GiB has."""
+    from mlx_kv.generation.sequence import FIRST_EXPECTED
+    from mlx_kv.mlxlm.loading import context_length
+
+    memory, context = planner.row(policy), context_length(planner.model)
+    usual = batch_size * memory.read_once(USUAL_PROMPT + FIRST_EXPECTED)
+    words = f"A server plans {human_bytes(usual)} for {batch_size} of {USUAL_PROMPT:,} tokens and a usual answer"
+    if context is not None:
+        worst = batch_size * memory.read_once(context)
+        words += f", and at worst {human_bytes(worst)} for the whole context of {context:,}"
+    if per_token := (memory.read_once(2**20) - memory.read_once(2**19)) // 2**19:
+        words += f". A GiB of cached prompts has {2**30 // per_token:,} tokens"
+    return f"{words}."
 
 
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
@@ -233,6 +251,7 @@ def plan(
     compared = strategies(policy, windows)
     rows = planner.compare(compared, contexts, batch_size, shared_prefix)
     planned = compared[-1] if policy.changed() else compared[2 if windows else 0]
+    planned_refused = any(row.refused for row in rows if row.name == planned.name)
     parts = None
     if ranks is not None:
         planned_ranks = Ranks(ranks, split.split, split.layers_by_rank)
@@ -262,6 +281,8 @@ def plan(
     if shared_prefix:
         copies = planner.compare([planned], contexts, batch_size)[0]
         lines += shared_lines(planner.shares_up_to(planned.policy), shared_prefix, copies, contexts)
+    if not planned_refused:
+        lines.append(server_line(planner, planned.policy, batch_size))
     lines.append(NOT_INCLUDED)
     if parts is not None:
         how, each = parts

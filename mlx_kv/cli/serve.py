@@ -397,12 +397,17 @@ def serve(
     http = HttpSettings(
         server.host, server.port, limits, keys, access, certificates, listed(server.alias), server.drain_seconds
     )
+
+    def started(url: str) -> None:
+        say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/")
+        say(f"memory: {worker.memory_in_words}")
+
     try:
         return serve_http(
             worker,
             model.name,
             http,
-            lambda url: say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/; {worker.prompts_kept}"),
+            started,
             say,
         )
     except WorkerError as error:

@@ -399,6 +399,8 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             return False
         like, shared = self._table.nearest(plain.tokens, plain.fingerprint) or (None, 0)
         copies = self._pack(layers, len(plain), None if like is None else like.caches, shared)
+        if like is not None and copies.own_bytes + sum(copies.blocks.values()) > self.max_bytes:
+            copies = self._pack(layers, len(plain), None, 0)  # shared blocks are longer than what is shared of them
         name, self._number = str(self._number), self._number + 1
         least = max(plain.least, copies.min_tokens)
         entry = MemoryEntry(plain.tokens, plain.bytes, least, plain.fingerprint, caches=copies)

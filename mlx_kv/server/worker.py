@@ -12,6 +12,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
 from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
@@ -22,6 +23,7 @@ from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
 from mlx_kv.server.rows import Models, Rows, WorkerSettings, out_of_memory
 
+USUAL_PROMPT = 2000  # tokens, where memory is told in words
 log = logging.getLogger("mlx_kv.server")
 
 
@@ -124,11 +126,19 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
 
     @property
-    def prompts_kept(self) -> str:
-        """How much of cached prompts memory can have, in words."""
+    def memory_in_words(self) -> str:
+        """What requests take, as they usually are and at worst, and how much of cached prompts memory can have."""
+        count = self.settings.max_batch_size
+        usual = self.plan.together([self.plan.slots(USUAL_PROMPT, FIRST_EXPECTED)] * count)
+        words = f"{count} requests of {USUAL_PROMPT:,} tokens take {usual / 1e6:,.0f} MB"
+        if self.context is not None:
+            worst = self.plan.together([self.plan.slots(self.context, 0)] * count)
+            words += f", and {worst / 1e6:,.0f} MB with the whole context of {self.context:,}"
+        if self.limit.for_rows is not None:
+            words += f" (there are {self.limit.for_rows / 1e6:,.0f} MB)"
         tokens = self.plan.tokens_in(self.prompt_bytes)
         size = f"{self.prompt_bytes / 1e6:,.0f} MB" + ("" if tokens is None else f", {tokens:,} tokens")
-        return f"memory for prompts: at most {size}" if self.settings.keeps_prompts else "no prompts are kept"
+        return f"{words}; prompts are kept " + (f"in at most {size}" if self.settings.keeps_prompts else "nowhere")
 
     def follow(self) -> None:
         """On ranks other than the first: follows the first rank's worker until that ends. Takes no jobs.
@@ -242,7 +252,10 @@ class Worker:
                 self._read_inbox()
                 self._preempt_rows()
                 self._admit_waiting()
+                kept = self._rows.prefixes.memory.nbytes
                 self._rows.step()
+                if self._rows.prefixes.memory.nbytes > kept:
+                    self._shrink_prefixes(self._rows.planned())
                 self._update_monitor()
                 continue
             except Exception as error:
