@@ -114,7 +114,9 @@ class Serving:
         words = [sys.executable, program, "--serve", "--port", "0", *options]
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        self.url = self.process.stderr.readline().split(" at ")[1].split("/v1")[0]
+        while " at http" not in (line := self.process.stderr.readline()):
+            assert line, "the server has ended"
+        self.url = line.split(" at ")[1].split("/v1")[0]
         self.last = ""
         threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True).start()
 

@@ -399,8 +399,8 @@ def serve(
     )
 
     def started(url: str) -> None:
+        say(f"note: {worker.memory_in_words}")
         say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/")
-        say(f"memory: {worker.memory_in_words}")
 
     try:
         return serve_http(

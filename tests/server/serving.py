@@ -182,13 +182,16 @@ class Troubled(PromptStore):
 def command(
     *options: str, program: Sequence[str] = ("-m", "mlx_kv.cli", "serve", "--port", "0"), notes: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`mlx-kv serve` as a process, and its address, which it says after so many notes."""
+    """`mlx-kv serve` as a process, and its address, which it says after so many notes and what memory there is."""
     process = subprocess.Popen([sys.executable, *program, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         for _ in range(notes):
             line = process.stderr.readline()
             assert "note: " in line or "--kv-bits auto" in line, line + process.stderr.read()
+        line = process.stderr.readline()
+        assert "note: " in line
+        assert "prompts are kept" in line
         line = process.stderr.readline()
         assert " at http://127.0.0.1:" in line, line + process.stderr.read()
         yield process, line.split(" at ")[1].split("/v1")[0]

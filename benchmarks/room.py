@@ -1,0 +1,171 @@
+"""Time and memory of many clients with short answers, whatever limit they send, and of clients that are preempted.
+
+    python tools/smollm2.py build/smollm2
+    python benchmarks/room.py --model build/smollm2 [--clients 16] [--limits 64,7000,32000] [--rounds 2]
+    python benchmarks/room.py --model build/smollm2 --part preemption
+
+Coding agents send a `max_tokens` of 32,000 and get answers of some tens of tokens. "limits": clients send chats with
+one-line answers at once; each server is a process of its own, started anew for each turn, and takes turns with the
+others: ours with each limit, and `mlx_lm.server` with the largest that it takes. "preemption": clients ask for stories,
+of up to 1,000 tokens, under a memory limit that holds three such requests at worst, and under one that holds six; more
+are admitted, since stories are likely to be shorter. All answers are greedy, and must be the same.
+
+Ratios: `limit_time_ratio` and `limit_memory_ratio` are of the largest limit over the smallest (1 is best), `time_ratio`
+and `memory_ratio` mlx_lm.server over ours (more than 1 is in our favour), `preemption_ratio` the tokens per second with
+three over those with six. Memory is the peak of the process over that at its start. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+from server import MLX_LM, OURS, process
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory; 0 once it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")), 0)
+
+
+def measure(words: list[str], bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds, tokens, peak of memory over the start, answers and preemptions of one server that gets all bodies."""
+    with process(words) as (url, pid), httpx.Client(base_url=url, timeout=1200) as client:
+        before, peak, ended = resident(pid), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not ended.wait(0.05):
+                peak = max(peak, resident(pid))
+
+        def ask(body: dict[str, Any]) -> dict[str, Any]:
+            for _ in range(20):  # mlx_lm.server accepts five connections at once, and resets others
+                try:
+                    answer = client.post("/v1/chat/completions", json=body)
+                except httpx.TransportError:
+                    time.sleep(0.05)
+                    continue
+                answer.raise_for_status()
+                return dict(answer.json())
+            raise SystemExit(f"{url} does not answer")
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(ask, bodies))
+        seconds = time.perf_counter() - started
+        ended.set()
+        watcher.join()
+        preemptions = client.get("/memory").json().get("preemptions", 0) if words[: len(OURS)] == OURS else 0
+    texts = [each["choices"][0]["message"]["content"] for each in answers]
+    tokens = sum(each["usage"]["completion_tokens"] for each in answers)
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "bytes": peak - before,
+        "texts": texts,
+        "preemptions": preemptions,
+    }
+
+
+def compare(sides: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, dict[str, Any]]:
+    """The medians of each side, of turns in alternating order."""
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
+            runs[side].append(run := sides[side]())
+            print(f"{side:<16} {run['seconds']:7.1f} s, {run['bytes'] / 1e9:6.2f} GB over the start", file=sys.stderr)
+    return {
+        side: {name: statistics.median(run[name] for run in each) for name in ("seconds", "bytes", "preemptions")}
+        | {"texts": each[0]["texts"], "tokens": each[0]["tokens"]}
+        for side, each in runs.items()
+    }
+
+
+def chats(clients: int, limit: int, model: str | None) -> list[dict[str, Any]]:
+    questions = [f"What is {n} plus {n + 1}? Answer with one number only." for n in range(clients)]
+    named = {} if model is None else {"model": model}
+    return [
+        {**named, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": limit}
+        for text in questions
+    ]
+
+
+def limits(asked: argparse.Namespace) -> dict[str, Any]:
+    ours, theirs = [*OURS, "--model", asked.model], [*MLX_LM, "--model", asked.model]
+    sides: dict[str, Callable[[], dict[str, Any]]] = {
+        f"ours {limit}": partial(measure, ours, chats(asked.clients, limit, None)) for limit in asked.limits
+    }
+    most = min(max(asked.limits), 7000)
+    sides["mlx_lm.server"] = partial(measure, theirs, chats(asked.clients, most, "default_model"))
+    got = compare(sides, asked.rounds)
+    least, largest, other = got[f"ours {min(asked.limits)}"], got[f"ours {max(asked.limits)}"], got["mlx_lm.server"]
+    figures: dict[str, Any] = {f"seconds_{side.replace(' ', '_')}": round(x["seconds"], 2) for side, x in got.items()}
+    figures |= {f"gigabytes_{side.replace(' ', '_')}": round(x["bytes"] / 1e9, 3) for side, x in got.items()}
+    return figures | {
+        "limit_time_ratio": round(largest["seconds"] / least["seconds"], 3),
+        "limit_memory_ratio": round(largest["bytes"] / least["bytes"], 3),
+        "time_ratio": round(other["seconds"] / largest["seconds"], 3),
+        "memory_ratio": round(other["bytes"] / largest["bytes"], 3),
+        "same_texts": least["texts"] == largest["texts"],
+    }
+
+
+def preemption(asked: argparse.Namespace) -> dict[str, Any]:
+    """Stories, of which at first 256 tokens are expected."""
+    with process([*OURS, "--model", asked.model]) as (url, _):
+        memory = httpx.get(f"{url}/memory", timeout=60).json()
+        worst = 1280 * memory["prompt_memory_limit"] / memory["prompt_memory_tokens"]
+    questions = [f"Write a short story about {n} sailors." for n in range(2, asked.clients + 2)]
+    bodies = [
+        {"messages": [{"role": "user", "content": text}], "max_tokens": 1000, "temperature": 0} for text in questions
+    ]
+    words = [*OURS, "--model", asked.model, "--memory-limit"]
+    sides = {
+        f"{rows} rows": partial(measure, [*words, str(int(memory["weights"] + rows * worst))], bodies)
+        for rows in (3, 6)
+    }
+    got = compare(sides, asked.rounds)
+    speeds = {side: each["tokens"] / each["seconds"] for side, each in got.items()}
+    return {
+        "tokens_per_second_3_rows": round(speeds["3 rows"], 1),
+        "tokens_per_second_6_rows": round(speeds["6 rows"], 1),
+        "preemptions_3_rows": got["3 rows"]["preemptions"],
+        "preemption_ratio": round(speeds["3 rows"] / speeds["6 rows"], 3),
+        "same_texts": got["3 rows"]["texts"] == got["6 rows"]["texts"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a directory, on a CPU in float32")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--limits", type=lambda text: [*map(int, text.split(","))], default=[64, 7000, 32_000])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--part", choices=["limits", "preemption", "both"], default="both")
+    asked = parser.parse_args()
+    line: dict[str, Any] = {"benchmark": "room", "clients": asked.clients, "rounds": asked.rounds}
+    if asked.part != "preemption":
+        line |= limits(asked)
+    if asked.part != "limits":
+        line |= preemption(asked)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
