@@ -219,7 +219,7 @@ def test_serve_answers_everybody_before_it_ends(how: str) -> None:
     assert (leader.stdout, other.stdout) == ("", "")
     if how == "killed":
         assert (leader.code, other.code) == (EXIT_CODE, -signal.SIGKILL)
-        assert leader.ours[1:] == ["mlx-kv: error: the server has ended: rank 1 is gone: start all ranks again"]
+        assert leader.ours[2:] == ["mlx-kv: error: the server has ended: rank 1 is gone: start all ranks again"]
     else:
         assert (leader.code, other.code, other.stderr) == (0, 0, "")
 
