@@ -80,7 +80,7 @@ def save_prompt_cache(
     """Writes the caches of a model to a file, atomically: an older file stays until the new one is on the disk.
 
     Only a prompt cache of ours or of mlx-lm's or an empty file is replaced. The new file has the mode of the old one,
-    so a private file stays private; without an old file, the mode follows the umask.
+    so a private file stays private; without an old file, it is its owner's alone (0600).
 
     Args:
         path: of the file, usually `*.safetensors`. A killed writer leaves a hidden `*.tmp` beside it, which the next
