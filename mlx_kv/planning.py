@@ -194,6 +194,9 @@ def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
 # --- one sequence -----------------------------------------------------------------------------------------------------
 
 
+USUAL_PROMPT = 2000  # tokens, where memory is told in words
+
+
 @dataclass(frozen=True)
 class RowMemory:
     """Bytes of one sequence in all layers, at the peak of reading its prompt and after that.
@@ -226,6 +229,11 @@ class RowMemory:
         """Of one slot in every layer, before it is quantised if it is quantised late."""
         late = self.quantized_start > 0
         return sum(count * (each.plain_bytes_per_slot if late else each.bytes_per_slot) for each, count in self.layers)
+
+    @property
+    def per_token(self) -> int:
+        """Bytes that one token more takes in a long context; 0 where none does."""
+        return (self.read_once(2**20) - self.read_once(2**19)) // 2**19
 
     def after(self, tokens: int, multiple: int = 1, slots: Slots = as_laid_out) -> int:
         """Bytes of a sequence that has read so many tokens as a prompt."""

@@ -231,8 +231,10 @@ def check_settings(instance: Any) -> None:
     for name, described in settings_of(type(instance)).items():  # type: ignore[arg-type,unused-ignore]
         value = getattr(instance, name)
         check_setting(name, value, described)
-        if described.kind in (int, float) and value is not None and type(value) not in (int, float):
-            object.__setattr__(instance, name, operator.index(value) if described.kind is int else float(value))
+        if described.kind is int:
+            integer_fields(instance, name)
+        elif described.kind is float and value is not None and type(value) not in (int, float):
+            object.__setattr__(instance, name, float(value))
 
 
 def check_setting(name: str, value: object, described: Setting) -> None:

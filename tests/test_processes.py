@@ -19,14 +19,20 @@ from mlx_kv.bundled import model_path
 COMMAND = [sys.executable, "-c", "from mlx_kv.cli.main import main; main()"]
 GENERATE = ["generate", "--model", "reference", "--prompt", "def f(", "--max-tokens", "3", "--json"]
 FORK = """
-import os, sys
+import os, signal, sys
 import mlx_kv
 model, tokenizer = mlx_kv.load(sys.argv[1])
 {before}
 child = os.fork()
 if child == 0:
+    signal.alarm(30)  # it would wait for good
     try:
-        mlx_kv.generate(model, tokenizer, [5, 6, 7], max_tokens=2) if sys.argv[2] == "use" else mlx_kv.load(sys.argv[1])
+        if sys.argv[2] == "use":
+            mlx_kv.generate(model, tokenizer, [5, 6, 7], max_tokens=2)
+        elif sys.argv[2] == "go on":
+            next(begun)
+        else:
+            mlx_kv.load(sys.argv[1])
     except RuntimeError as error:
         print(error)
     sys.stdout.flush()
@@ -63,9 +69,11 @@ def test_a_closed_standard_input_is_empty() -> None:
     assert closed.stdout == empty.stdout != b""
 
 
-@pytest.mark.parametrize("then", ["use", "load"])
+@pytest.mark.parametrize("then", ["use", "go on", "load"])
 def test_a_fork_that_lacks_the_threads_of_mlx_is_refused(then: str) -> None:
-    script = FORK.format(before="mlx_kv.generate(model, tokenizer, [5, 6, 7], max_tokens=2)")
+    script = FORK.format(
+        before="begun = mlx_kv.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=9); next(begun)"
+    )
     command = [sys.executable, "-c", script, str(model_path("reference")), then]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.startswith("this process was forked after MLX had been used")

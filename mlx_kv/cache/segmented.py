@@ -221,29 +221,6 @@ def attend_tails(cache: KVCache, call: Call) -> Partial:
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-class BatchLayers:
-    """The layers of one batch that are in several parts.
-
-    Layers share the mask that one of them is asked for. Where heads keep different numbers of tokens, rows may be one
-    class in one layer and two in another: then no layer may serve the model by a single cache.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._apart: set[int] = set()
-
-    def add(self) -> int:
-        """The number of one more layer."""
-        self._count += 1
-        return self._count
-
-    def set(self, layer: int, apart: bool) -> None:
-        (self._apart.add if apart else self._apart.discard)(layer)
-
-    def __bool__(self) -> bool:
-        return bool(self._apart)
-
-
 class SegmentedCache:
     """Keys and values of one layer for a batch. It needs patched attention (`mlxlm.attention.AttentionPatch`).
 
@@ -253,21 +230,24 @@ class SegmentedCache:
     Args:
         cache: of one row, or of several in the order of the batch. The chain of a single row is used as soon as other
             rows have its segments, too.
-        layers: of the same sequence; a batch has those of its first one.
+        layer: its number in the sequence.
+        split: the layers whose rows are in several parts, one set for all layers of the sequence; a batch has that of
+            its first one. Layers share the mask that one of them is asked for. Where heads keep different numbers of
+            tokens, rows may be one class in one layer and two in another: then no layer serves the model by one cache.
     """
 
-    def __init__(self, cache: KVCache, layers: BatchLayers | None = None) -> None:
-        rows, layers = range(len(cache.rows)), BatchLayers() if layers is None else layers
-        self._begin([part_of(cache, rows)], [cache.chain for _ in rows], layers, layers.add())
+    def __init__(self, cache: KVCache, layer: int = 0, split: set[int] | None = None) -> None:
+        rows = range(len(cache.rows))
+        self._begin([part_of(cache, rows)], [cache.chain for _ in rows], layer, set() if split is None else split)
 
     @classmethod
-    def _of(cls, parts: Sequence[Part], chains: Sequence[Chain], layers: BatchLayers, layer: int) -> Self:
+    def _of(cls, parts: Sequence[Part], chains: Sequence[Chain], layer: int, split: set[int]) -> Self:
         cache = cls.__new__(cls)
-        cache._begin(parts, chains, layers, layer)
+        cache._begin(parts, chains, layer, split)
         return cache
 
-    def _begin(self, parts: Sequence[Part], chains: Sequence[Chain], layers: BatchLayers, layer: int) -> None:
-        self._layers, self._layer = layers, layer
+    def _begin(self, parts: Sequence[Part], chains: Sequence[Chain], layer: int, split: set[int]) -> None:
+        self._layer, self._split = layer, split
         self._chains = list(chains)  # of each row of the batch
         self._set_parts(Parts(parts))
         self._interim_groups: list[object] = []
@@ -275,8 +255,8 @@ class SegmentedCache:
 
     def _set_parts(self, parts: Parts) -> None:
         self._parts = parts
-        self._is_apart = len(parts) != 1 or any(self._chains)
-        self._layers.set(self._layer, self._is_apart)
+        self._is_split = len(parts) != 1 or any(self._chains)
+        (self._split.add if self._is_split else self._split.discard)(self._layer)
         self._room = 0  # tokens until some row may outgrow its class
         self._before_eviction = 0  # tokens that each row can surely take before one that shares segments evicts
         self._readings: list[Reading] | None = None  # None: to be found anew
@@ -284,7 +264,7 @@ class SegmentedCache:
     @property
     def _only(self) -> KVCache | None:
         """The cache that serves the model alone, if there is one: then there is one in each layer."""
-        return None if self._layers else self._parts.first
+        return None if self._split else self._parts.first
 
     @property
     def parts(self) -> tuple[KVCache, ...]:
@@ -318,7 +298,7 @@ class SegmentedCache:
         Args:
             compacting: all rows above their budget will evict, without a write.
         """
-        if not self._is_apart or (self._before_eviction > 0 and not compacting):
+        if not self._is_split or (self._before_eviction > 0 and not compacting):
             return
         self._before_eviction = tokens_before_eviction(self._parts)
         if self._before_eviction <= 0 or compacting:
@@ -383,7 +363,7 @@ class SegmentedCache:
         """
         if not caches:
             raise ValueError("got no cache to merge: give at least one")
-        batch = cls._of((), (), caches[0]._layers, caches[0]._layer)
+        batch = cls._of((), (), caches[0]._layer, caches[0]._split)
         batch._join(caches)
         return batch
 
@@ -525,7 +505,7 @@ class SegmentedCache:
     @property
     def offset(self) -> int | mx.array:
         """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
-        if not self._is_apart:
+        if not self._is_split:
             return self._parts.first.offset
         offsets = [cache.rows[index].offset for cache, index in self._parts.places]
         return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
@@ -589,7 +569,7 @@ class SegmentedCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         parts = [part._replace(cache=copy.deepcopy(part.cache, memo)) for part in self._parts]
-        result = memo[id(self)] = self._of(parts, self._chains, copy.deepcopy(self._layers, memo), self._layer)
+        result = memo[id(self)] = self._of(parts, self._chains, self._layer, copy.deepcopy(self._split, memo))
         return result
 
     def __repr__(self) -> str:

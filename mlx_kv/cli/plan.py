@@ -33,7 +33,6 @@ Examples:
   mlx-kv plan --model reference --json
   mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
 """
-USUAL_PROMPT = 2000  # tokens
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
@@ -119,6 +118,7 @@ def server_line(planner: Planner, policy: CachePolicy, batch_size: int) -> str:
     """What sequences take as they usually are and at worst, and how many tokens of cached prompts a GiB has."""
     from mlx_kv.generation.sequence import FIRST_EXPECTED
     from mlx_kv.mlxlm.loading import context_length
+    from mlx_kv.planning import USUAL_PROMPT
 
     memory, context = planner.row(policy), context_length(planner.model)
     usual = batch_size * memory.read_once(USUAL_PROMPT + FIRST_EXPECTED)
@@ -126,8 +126,8 @@ def server_line(planner: Planner, policy: CachePolicy, batch_size: int) -> str:
     if context is not None:
         worst = batch_size * memory.read_once(context)
         words += f", and at worst {human_bytes(worst)} for the whole context of {context:,}"
-    if per_token := (memory.read_once(2**20) - memory.read_once(2**19)) // 2**19:
-        words += f". A GiB of cached prompts has {2**30 // per_token:,} tokens"
+    if memory.per_token:
+        words += f". A GiB of cached prompts has {2**30 // memory.per_token:,} tokens"
     return f"{words}."
 
 

@@ -173,12 +173,11 @@ def begins_reasoning(tokenizer: Any, prompt: Sequence[int], beginning: str = "")
         return False
     if beginning.rfind(tokenizer.think_start) > beginning.rfind(tokenizer.think_end):
         return True
-    prompt = list(prompt)
-    for place, mark, begins in (
-        (tokenizer.rfind_think_start(prompt), tokenizer.think_start_tokens, True),
-        (tokenizer.rfind_think_end(prompt), tokenizer.think_end_tokens, None),
-    ):
-        if place >= 0 and not tokenizer.decode(prompt[place + len(mark) :]).strip():
+    end = len(prompt)
+    while end > 0 and not tokenizer.decode([prompt[end - 1]]).strip():  # white space behind a mark
+        end -= 1
+    for mark, begins in ((tokenizer.think_start_tokens, True), (tokenizer.think_end_tokens, None)):
+        if tuple(prompt[max(0, end - len(mark)) : end]) == tuple(mark):
             return begins
     return False
 

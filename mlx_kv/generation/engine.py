@@ -53,6 +53,7 @@ from mlx_kv.mlxlm.batching import (
     evaluate_caches,
 )
 from mlx_kv.mlxlm.loading import weight_bytes
+from mlx_kv.mlxlm.probe import check_not_forked
 from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of, trim_all
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
@@ -198,6 +199,7 @@ class Engine:
 
     def step_scored(self) -> list[tuple[TokenSequence, Emitted, str | None, list[Any] | None]]:
         """The same, with the log-probabilities of each token instead of its text."""
+        check_not_forked()
         if (sequence := self._two_pass.step()) is not None:
             self._waiting.append(sequence)
         self._steps += 1
@@ -424,7 +426,8 @@ class Engine:
         if index in (rows := self.rows):
             return self._extracted(rows.index(index))
         reading = [row for row, pending in enumerate(self._admission.rows) if pending.sequence.index == index]
-        return evaluate_caches(self._admission.extract(reading[0])) if reading else None
+        with mx.stream(generation_stream):
+            return evaluate_caches(self._admission.extract(reading[0])) if reading else None
 
     def _extracted(self, row: int) -> list[Any] | None:
         with mx.stream(generation_stream):  # what was accepted may have to be read first

@@ -6,6 +6,7 @@ B rows, V the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.rows import check_joinable
-from mlx_kv.cache.segmented import BatchLayers, SegmentedCache
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
 from mlx_kv.mlxlm.attention import AttentionPatch, attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -119,8 +120,8 @@ class RowsByClass:
         """The caches of a sequence, ready to be joined with those of others."""
         if self._patch is None:
             return list(caches)
-        layers = BatchLayers()
-        return mapped(caches, lambda cache: SegmentedCache(cache, layers) if is_ours(cache) else cache)
+        numbers, split = count(), set[int]()
+        return mapped(caches, lambda cache: SegmentedCache(cache, next(numbers), split) if is_ours(cache) else cache)
 
     def close(self) -> None:
         """Closes the patch: no batch keeps rows by class any more, and new sequences keep their caches."""

@@ -99,7 +99,7 @@ class RowPlan:
 
     def tokens_in(self, nbytes: int) -> int | None:
         """Tokens of cached prompts in so many bytes; None if caches are of one size however long a prompt is."""
-        per_token = (self.nbytes(2**20) - self.nbytes(2**19)) // 2**19
+        per_token = self.memory.per_token + self.draft.per_token
         return nbytes // per_token if per_token else None
 
     def two_pass_bytes(self, row: RowSlots) -> int:

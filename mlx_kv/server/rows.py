@@ -304,13 +304,16 @@ class Rows:
         its few tokens.
         """
         job = self.active[max(self.active)]
-        caches = self._keep_read(job)
-        if self.policy.budget is not None and caches is not None:
+        if self.policy.budget is None:
+            self._keep_read(job)
+        elif (caches := self.engine.extract(job.number)) is not None:
+            if self._keeps(job):
+                self._keep(job, caches)
             read = tokens_of(caches)
             if not self.engine.trim(caches, max(0, read - len(job.all_tokens) + 1)):
                 return None
             job.caches = caches, min(read, len(job.all_tokens) - 1)
-        elif caches is None and job.number in self.engine.rows:
+        elif job.number in self.engine.rows:
             return None
         self.engine.cancel(job.number)
         del self.active[job.number]
@@ -399,18 +402,19 @@ class Rows:
         for job, token in finished:  # after delivery
             stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
             self._monitor.count_evicted([job], token.caches)
-            if self._settings.keeps_prompts and job.keep:
+            if self._keeps(job):
                 self._keep(job, self.engine.extract(job.number) if stopped else token.caches)
             if stopped:
                 self.engine.answers.count(job.max_tokens, len(job.answer))
                 self.engine.cancel(job.number)
 
-    def _keep_read(self, job: Job) -> list[Any] | None:
-        """Caches what the row of a job has read so far; returns copies of its caches, or None if there are none."""
-        caches = self.engine.extract(job.number)
-        if self._settings.keeps_prompts and job.keep:
-            self._keep(job, caches)
-        return caches
+    def _keeps(self, job: Job) -> bool:
+        return self._settings.keeps_prompts and job.keep
+
+    def _keep_read(self, job: Job) -> None:
+        """Caches what the row of a job has read so far."""
+        if self._keeps(job):
+            self._keep(job, self.engine.extract(job.number))
 
     def _keep(self, job: Job, caches: list[Any] | None) -> None:
         """Caches the tokens of a job, given evaluated copies of its row's caches."""

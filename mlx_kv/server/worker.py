@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
+from mlx_kv.planning import USUAL_PROMPT
 from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
@@ -23,7 +24,6 @@ from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
 from mlx_kv.server.rows import Models, Rows, WorkerSettings, out_of_memory
 
-USUAL_PROMPT = 2000  # tokens, where memory is told in words
 log = logging.getLogger("mlx_kv.server")
 
 
