@@ -108,6 +108,7 @@ class Kinds:
         self.grammar = GrammarCompiler(tokenizer).compile(Constraint("regex", "[a-f ]{90}"))
         text = tokenizer.encode(SOURCE[:2400])
         self.prompts = [text[:150], text[:420], text[:150] + text[300:340], text[60:75], text[:420] + text[80:200]]
+        self.prompts += [text[150 * n + 7 : 150 * n + 7 + 60 * n] for n in range(1, 6)]  # which begin differently
         self.alone: dict[tuple[int, int], Answer] = {}
 
     def job(self, prompt: int, kind: int) -> Job:
@@ -130,28 +131,30 @@ class Kinds:
         return self.alone[prompt, kind]
 
 
-def play(kinds: Kinds, keeps: bool, chance: random.Random) -> int:
-    """One schedule; returns how many rows were preempted."""
+def play(kinds: Kinds, keeps: bool, chance: random.Random) -> tuple[int, int]:
+    """One schedule; returns how often rows were preempted, and how many went on within their answers to the end."""
     exact = kinds.policy.bits is None  # codes of 8 bits are rounded anew where tokens are read in other passes
     harness = Harness(kinds.models, kinds.policy, keeps)
     rows, waiting, preempted = harness.rows, deque[Job](), 0
-    asked = {job.number: (what, job) for what in _kinds(chance, exact) for job in [kinds.job(*what)]}
+    # What a budget keeps depends on the chunks that were read, so also on what others have kept of a prompt.
+    differ = keeps and kinds.policy.budget is not None
+    asked = {job.number: (what, job) for what in _kinds(chance, exact, differ) for job in [kinds.job(*what)]}
     waiting.extend(job for _, job in asked.values())
     gone: set[int] = set()
     while waiting or rows.active:
         what = chance.random()
-        if what < 0.25 and waiting and len(rows.active) < 4:
+        if what < 0.08 and waiting and len(rows.active) < 4:
             rows.add(waiting.popleft())
-        elif what < 0.33 and rows.active:
+        elif what < 0.11 and rows.active:
             if (job := rows.preempt()) is not None:
                 preempted += 1
                 waiting.appendleft(job)
-        elif what < 0.34:
+        elif what < 0.1105:
             job = chance.choice([*rows.active.values(), *waiting])
             gone.add(job.number)
             if not rows.cancel(job):
                 waiting.remove(job)
-        elif what < 0.36:
+        elif what < 0.12:
             rows.prefixes.memory.shrink(0)
         else:
             rows.step()
@@ -161,12 +164,13 @@ def play(kinds: Kinds, keeps: bool, chance: random.Random) -> int:
         else:
             assert number not in harness.ends
     harness.close()
-    return preempted
+    return preempted, sum(job.resumed > 0 for number, (_, job) in asked.items() if number not in gone)
 
 
-def _kinds(chance: random.Random, drawn: bool) -> list[tuple[int, int]]:
+def _kinds(chance: random.Random, drawn: bool, differ: bool) -> list[tuple[int, int]]:
     kinds = [0, 1, 2, 3] if drawn else [0, 2, 3]
-    return [(chance.randrange(5), chance.choice(kinds)) for _ in range(chance.randint(3, 7))]
+    prompts = chance.sample(range(5, 10), 5) if differ else chance.choices(range(5), k=chance.randint(3, 7))
+    return [(prompt, chance.choice(kinds)) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +181,11 @@ def test_rows_that_are_preempted_go_on_where_they_were(
     policy: str, drafts: int, keeps: int, reference: Any, draft: Any
 ) -> None:
     models = Models(*reference, draft if drafts else None)
-    kinds, preempted = Kinds(models, POLICIES[policy]), 0
-    for seed in range(SCHEDULES):
-        preempted += play(kinds, bool(keeps), random.Random(seed))
+    kinds = Kinds(models, POLICIES[policy])
+    played = [play(kinds, bool(keeps), random.Random(seed)) for seed in range(SCHEDULES)]
+    preempted, resumed = map(sum, zip(*played, strict=True))
     assert preempted >= SCHEDULES
+    assert resumed > 0
 
 
 def main() -> None:
@@ -190,11 +195,11 @@ def main() -> None:
     schedules = int(sys.argv[1])
     models = [Models(*load(model_path("reference")), draft) for draft in (None, load(model_path("draft"))[0])]
     for policy, drafts, keeps in WAYS:
-        kinds, preempted = Kinds(models[drafts], POLICIES[policy]), 0
+        kinds, resumed = Kinds(models[drafts], POLICIES[policy]), 0
         for seed in range(schedules):
-            preempted += play(kinds, bool(keeps), random.Random(seed))
+            resumed += play(kinds, bool(keeps), random.Random(seed))[1]
             mx.clear_cache()
-        print(f"{policy:20} drafts {drafts} keeps {keeps}: {schedules} schedules, {preempted} preempted", flush=True)
+        print(f"{policy:20} drafts {drafts} keeps {keeps}: {schedules} schedules, {resumed} went on", flush=True)
 
 
 if __name__ == "__main__":
