@@ -232,7 +232,7 @@ class CachePolicy(PolicySettings):
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""
         defaults = self._budget_defaults()
-        share = None if self.share == defaults["share"] else self.share
+        share = None if isinstance(self.share, str) and self.share == defaults["share"] else self.share
         defaults["layers"] = self._default_layers(share)
         values = [(each.name, getattr(self, each.name), defaults.get(each.name, each.default)) for each in fields(self)]
         # Of another type is changed, too, before it is compared: arrays compare element by element.

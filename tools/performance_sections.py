@@ -187,6 +187,7 @@ OTHER_PAGES = {
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "ranks": "several machines: [clusters](clusters.md)",
     "file_questions": "quality of scores, questions about files: [evaluation results](eval-results.md)",
+    "room": "requests with large limits, and preemption: [the server](server.md#measured)",
     "server_drafts": "speculation in the server: [drafts](speculative.md#speedup)",
     "shared_prefix": "shared prefixes: [batches](batches.md#shared-prefixes)",
     "shared_store": "servers that share a store: [clusters](clusters.md#several-servers-one-store)",
