@@ -6,9 +6,10 @@
 
 Coding agents send a `max_tokens` of 32,000 and get answers of some tens of tokens. "limits": clients send chats with
 one-line answers at once; each server is a process of its own, started anew for each turn, and takes turns with the
-others: ours with each limit, and `mlx_lm.server` with the largest that it takes. "preemption": clients ask for stories,
-of up to 1,000 tokens, under a memory limit that holds three such requests at worst, and under one that holds six; more
-are admitted, since stories are likely to be shorter. All answers are greedy, and must be the same.
+others: ours with each limit, and `mlx_lm.server` with the largest that it takes. "preemption": each client asks three
+times, with a `max_tokens` of 1,000 for a line and of 320 for a story, which is more than is expected of an answer at
+first, under a memory limit that holds three requests of 1,000 tokens, and under one that holds six. More are admitted,
+since most answers are short, and some have to wait half way. All answers are greedy, and must be the same.
 
 Ratios: `limit_time_ratio` and `limit_memory_ratio` are of the largest limit over the smallest (1 is best), `time_ratio`
 and `memory_ratio` mlx_lm.server over ours (more than 1 is in our favour), `preemption_ratio` the tokens per second with
@@ -42,8 +43,12 @@ def resident(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")), 0)
 
 
-def measure(words: list[str], bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds, tokens, peak of memory over the start, answers and preemptions of one server that gets all bodies."""
+def measure(words: list[str], clients: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Seconds, tokens, peak of memory over the start, answers and preemptions of one server.
+
+    Args:
+        clients: bodies of each, which it sends one after the other.
+    """
     with process(words) as (url, pid), httpx.Client(base_url=url, timeout=1200) as client:
         before, peak, ended = resident(pid), 0, threading.Event()
 
@@ -66,8 +71,8 @@ def measure(words: list[str], bodies: list[dict[str, Any]]) -> dict[str, Any]:
         watcher = threading.Thread(target=watch)
         watcher.start()
         started = time.perf_counter()
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            answers = list(pool.map(ask, bodies))
+        with ThreadPoolExecutor(len(clients)) as pool:
+            answers = [answer for told in pool.map(lambda bodies: [*map(ask, bodies)], clients) for answer in told]
         seconds = time.perf_counter() - started
         ended.set()
         watcher.join()
@@ -97,22 +102,22 @@ def compare(sides: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> dict
     }
 
 
-def chats(clients: int, limit: int, model: str | None) -> list[dict[str, Any]]:
-    questions = [f"What is {n} plus {n + 1}? Answer with one number only." for n in range(clients)]
-    named = {} if model is None else {"model": model}
-    return [
-        {**named, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": limit}
-        for text in questions
-    ]
+def body(question: str, limit: int, **fields: Any) -> dict[str, Any]:
+    return {**fields, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": limit}
+
+
+def chats(clients: int, limit: int, **fields: Any) -> list[list[dict[str, Any]]]:
+    texts = [f"What is {n} plus {n + 1}? Answer with one number only." for n in range(clients)]
+    return [[body(text, limit, **fields)] for text in texts]
 
 
 def limits(asked: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = [*OURS, "--model", asked.model], [*MLX_LM, "--model", asked.model]
     sides: dict[str, Callable[[], dict[str, Any]]] = {
-        f"ours {limit}": partial(measure, ours, chats(asked.clients, limit, None)) for limit in asked.limits
+        f"ours {limit}": partial(measure, ours, chats(asked.clients, limit)) for limit in asked.limits
     }
     most = min(max(asked.limits), 7000)
-    sides["mlx_lm.server"] = partial(measure, theirs, chats(asked.clients, most, "default_model"))
+    sides["mlx_lm.server"] = partial(measure, theirs, chats(asked.clients, most, model="default_model"))
     got = compare(sides, asked.rounds)
     least, largest, other = got[f"ours {min(asked.limits)}"], got[f"ours {max(asked.limits)}"], got["mlx_lm.server"]
     figures: dict[str, Any] = {f"seconds_{side.replace(' ', '_')}": round(x["seconds"], 2) for side, x in got.items()}
@@ -127,13 +132,17 @@ def limits(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def preemption(asked: argparse.Namespace) -> dict[str, Any]:
-    """Stories, of which at first 256 tokens are expected."""
+    """Lines and stories; of each answer, 256 tokens are expected at first."""
     with process([*OURS, "--model", asked.model]) as (url, _):
         memory = httpx.get(f"{url}/memory", timeout=60).json()
         worst = 1280 * memory["prompt_memory_limit"] / memory["prompt_memory_tokens"]
-    questions = [f"Write a short story about {n} sailors." for n in range(2, asked.clients + 2)]
     bodies = [
-        {"messages": [{"role": "user", "content": text}], "max_tokens": 1000, "temperature": 0} for text in questions
+        [
+            body(f"What is {n} plus {n + 1}? Answer with one number only.", 1000),
+            body(f"Write a short story about {n} sailors.", 320),
+            body(f"Name {n} animals in one line.", 1000),
+        ]
+        for n in range(2, asked.clients + 2)
     ]
     words = [*OURS, "--model", asked.model, "--memory-limit"]
     sides = {

@@ -86,17 +86,23 @@ def _open_mask() -> Iterator[None]:
     os.umask(before)
 
 
-def modes(folder: Path) -> set[int]:
-    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir() if path.name != "lock"}
+def modes(folder: Path) -> dict[bool, set[int]]:
+    """Those of the lock, and of all other files, which a umask may have made less."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    for path in folder.iterdir():
+        found[path.name == "lock"].add(stat.S_IMODE(path.stat().st_mode))
+    return found
 
 
 @pytest.mark.usefixtures("_open_mask")
 @pytest.mark.parametrize(
-    ("folder", "mode"),
-    [(None, 0o600), (0o755, 0o600), (0o775, 0o640), (0o1777, 0o600)],
+    ("folder", "mode", "lock"),
+    [(None, 0o600, 0o600), (0o755, 0o600, 0o600), (0o775, 0o640, 0o660), (0o1777, 0o600, 0o600)],
     ids=["new", "of its owner", "of a group", "of everybody"],
 )
-def test_prompts_on_a_disk_are_their_owners(folder: int | None, mode: int, reference: Any, tmp_path: Path) -> None:
+def test_prompts_on_a_disk_are_their_owners(
+    folder: int | None, mode: int, lock: int, reference: Any, tmp_path: Path
+) -> None:
     place = tmp_path / "store"
     if folder is not None:
         place.mkdir()
@@ -106,11 +112,11 @@ def test_prompts_on_a_disk_are_their_owners(folder: int | None, mode: int, refer
     reader = mlx_kv.PromptReader(reference[0], mlx_kv.make_prompt_cache(reference[0]), tokens, store)
     reader.finish()
     store.keep(tokens[: reader.read], reader.caches)
-    assert modes(place) == {mode}
+    assert modes(place) == {True: {lock}, False: {mode}}  # who may write there can lock, too
     assert stat.S_IMODE(place.stat().st_mode) == (0o700 if folder is None else folder)
     (tmp_path / "files").mkdir()
     mlx_kv.save_prompt_cache(tmp_path / "files" / "prompt.safetensors", reader.caches)
-    assert modes(tmp_path / "files") == {0o600}
+    assert modes(tmp_path / "files") == {True: set(), False: {0o600}}
 
 
 @pytest.mark.parametrize("template", ["{{", "{% if %}", "{{ messages[0].content"])

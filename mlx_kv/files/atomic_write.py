@@ -176,12 +176,18 @@ def lock(descriptor: int, wait: bool = True) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: str | Path) -> Iterator[None]:
+def locked(path: str | Path, mode: int = PRIVATE) -> Iterator[None]:
     """Holds a lock on this file, which is made if it does not exist, and stays.
+
+    Args:
+        mode: of a new file, whatever the umask.
 
     Raises:
         OSError: it cannot be written, or its drive has no locks.
     """
+    is_new = not os.path.exists(path)
     with open(path, "a") as file:
+        if is_new:
+            os.chmod(path, mode)
         lock(file.fileno())
         yield

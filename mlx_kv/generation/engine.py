@@ -227,10 +227,12 @@ class Engine:
 
     def make_room(self, index: int, tokens: int) -> None:
         """Announces that the answer of a sequence that decodes will have so many tokens."""
+        drafter = self._decoder.drafter
+        caches = [*self._decoder.target.caches, *(() if drafter is None else drafter.caches)]
         for row, sequence in enumerate(self._active):
             if sequence.index == index:
                 sequence.room, slots = tokens, sequence.prompt_tokens + tokens + self._decoder.draft_tokens
-                for cache in leaves(self._decoder.target.caches):
+                for cache in leaves(caches):
                     if places := places_of(cache):
                         part, number = places[row]
                         part.reserve(slots, number)

@@ -453,7 +453,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
         """Locks the store against other processes, on a drive with locks. Files are removed under this lock only."""
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locked(self._folder / "lock"))
+                stack.enter_context(locked(self._folder / "lock", self._mode))
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import USUAL_PROMPT
 from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
@@ -138,7 +139,8 @@ class Worker:
             words += f" (there are {self.limit.for_rows / 1e6:,.0f} MB)"
         tokens = self.plan.tokens_in(self.prompt_bytes)
         size = f"{self.prompt_bytes / 1e6:,.0f} MB" + ("" if tokens is None else f", {tokens:,} tokens")
-        return f"{words}; prompts are kept " + (f"in at most {size}" if self.settings.keeps_prompts else "nowhere")
+        without = "nowhere" if self.settings.open_store is None else "in the store"
+        return f"{words}; prompts are kept " + (f"in at most {size}" if self.prompt_bytes else without)
 
     def follow(self) -> None:
         """On ranks other than the first: follows the first rank's worker until that ends. Takes no jobs.
@@ -255,7 +257,7 @@ class Worker:
                 kept = self._rows.prefixes.memory.nbytes
                 self._rows.step()
                 if self._rows.prefixes.memory.nbytes > kept:
-                    self._shrink_prefixes(self._rows.planned())
+                    self._shrink_prefixes(self._planned())
                 self._update_monitor()
                 continue
             except Exception as error:
@@ -284,9 +286,14 @@ class Worker:
         if self.monitor.due(idle):
             rows.update_progress()
             decoding, reading = ((), ()) if idle else ((rows.decoding, rows.engine.caches), rows.reading)
-            planned = rows.planned()
+            planned = self._planned()
             self._shrink_prefixes(planned)
             self.monitor.update(decoding, reading, memory.nbytes, rows.engine.speculation, self._memory, planned)
+
+    def _planned(self, candidate: Job | None = None) -> int:
+        """Bytes of all rows, one that may come, and of preempted ones that keep theirs while they wait."""
+        kept = [job.caches[0] for job in self._waiting if job is not candidate and job.caches is not None]
+        return self._rows.planned(candidate) + sum(int(cache.nbytes) for caches in kept for cache in leaves(caches))
 
     def _shrink_prefixes(self, planned: int) -> None:
         """Drops cached prefixes from memory that leave no room for planned rows."""
@@ -313,7 +320,7 @@ class Worker:
         if not (rows.outgrow(self.limit.fits) or self._crowded):
             return
         self._crowded = False
-        while not self.limit.fits(planned := rows.planned()):
+        while not self.limit.fits(planned := self._planned()):
             if len(rows.active) == 1:
                 rows.end_if_too_long(self.limit)
                 break
@@ -330,7 +337,7 @@ class Worker:
             return
         rows = self._rows
         while self._waiting and len(rows.active) < self.settings.max_batch_size:
-            planned = rows.planned(self._waiting[0])
+            planned = self._planned(self._waiting[0])
             if rows.active and not self.limit.fits(planned):
                 break
             self._shrink_prefixes(planned)

@@ -76,6 +76,20 @@ def test_room_that_a_row_has_grown_into_leaves_with_it(kind: str) -> None:
     assert cache_statistics(made.caches).bytes_allocated < of_both / 3
 
 
+def test_a_draft_model_gets_the_room_of_the_model() -> None:
+    made = engine("speculative", make_model("llama"))
+    made.submit(TokenSequence(0, PROMPT, 2000))
+    while not made.rows:
+        made.step()
+    made.make_room(0, 1500)
+    for _ in range(600):  # beyond the 512 slots that there are
+        made.step()
+    assert made._decoder.drafter is not None
+    caches = attention_caches([*made.caches, *made._decoder.drafter.caches])
+    assert len(caches) > len(made.caches)
+    assert {cache.capacity for cache in caches} == {1536}
+
+
 def test_room_follows_the_answers_that_were_seen() -> None:
     answers = AnswerLengths()
     assert [answers.expect(most) for most in (10, 256, 7000, UNLIMITED)] == [10, 256, 256, 256]

@@ -15,8 +15,9 @@ from mlx_kv import CachePolicy
 from mlx_kv.generation import sequence
 from mlx_kv.generation.prefill import TwoPassPrefill
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.planning import Layer, RowMemory, default_limit
+from mlx_kv.planning import DEVICE_SHARE, Layer, RowMemory, default_limit
 from mlx_kv.prefixes.index import packed
+from mlx_kv.server import memory
 from mlx_kv.server.api import Limits
 from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, with_shared
 from mlx_kv.server.worker import Worker
@@ -228,6 +229,29 @@ def test_kept_prompts_make_room_for_rows() -> None:
             server.complete(LONG[start : start + 800], 4)
         server.wait_until(lambda: 0 < server.worker.monitor.snapshot.prompt_memory <= room)
         assert server.complete(LONG[:2500], 100)  # takes nearly all that there is
+
+
+def test_prompts_are_kept_in_what_the_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MemoryLimit(1000, 400).for_prompts(None) == 600
+    assert MemoryLimit(1000, 400).for_prompts(50) == 50
+    monkeypatch.setattr(memory, "default_limit", lambda: int(DEVICE_SHARE * 8000))
+    assert MemoryLimit().for_prompts(None) == 2000  # a quarter of the device, whose weights need more than its share
+
+
+def test_a_prompt_larger_than_the_memory_keeps_its_beginning_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as free:
+        plan = free.worker.plan
+    with running(prompt_memory_bytes=plan.nbytes(512)) as server:
+        first, again, other = (server.post(prompt=LONG[start:], max_tokens=4).json()["usage"] for start in (0, 0, 9))
+        server.wait_until_empty()
+        reports = server.http.get("/memory").json()["prefixes"]
+    for told, reused in ((first, 0), (again, 512), (other, 0)):
+        assert told["prompt_tokens"] > 1000
+        assert told["prompt_tokens_details"]["cached_tokens"] == pytest.approx(reused, abs=64)
+    assert [report["reason"] for report in reports] == ["none_kept", "too_large", "differs"]
+    warnings = [record.getMessage() for record in caplog.records if "does not fit into" in record.getMessage()]
+    assert len(warnings) == 1
+    assert f"a prompt of {first['total_tokens']:,} tokens does not fit" in warnings[0]
 
 
 def test_a_limit_that_weights_alone_exceed_ends_the_start() -> None:

@@ -55,11 +55,13 @@ class Drafter(Protocol):
         equal_rows: whether it supports a single row only.
         proposals_cost: whether proposals take noticeable time, such as a pass of a model. If false, `propose` may also
             be called while nothing is drafted, to estimate its accuracy; those proposals are not used.
+        caches: of all rows, one for each layer; none by itself.
     """
 
     step_size: int | None = None
     equal_rows: bool = False
     proposals_cost: bool = True
+    caches: Sequence[Any] = ()
 
     @abstractmethod
     def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
@@ -196,8 +198,7 @@ class ModelDrafter(Drafter):
         self._drafted = [[] for _ in tokens]
 
     @property
-    def caches(self) -> list[Any]:
-        """Of all rows, one for each layer."""
+    def caches(self) -> Sequence[Any]:  # type: ignore[override]
         return self._rows.caches
 
     def make_caches(self) -> list[Any]:
