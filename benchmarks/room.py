@@ -7,9 +7,9 @@
 Coding agents send a `max_tokens` of 32,000 and get answers of some tens of tokens. "limits": clients send chats with
 one-line answers at once; each server is a process of its own, started anew for each turn, and takes turns with the
 others: ours with each limit, and `mlx_lm.server` with the largest that it takes. "preemption": each client asks three
-times, with a `max_tokens` of 1,000 for a line and of 320 for a story, which is more than is expected of an answer at
-first, under a memory limit that holds three requests of 1,000 tokens, and under one that holds six. More are admitted,
-since most answers are short, and some have to wait half way. All answers are greedy, and must be the same.
+times, with a `max_tokens` of 1,000 for a line and of 320 to continue a program, which is more than is expected of an
+answer at first, under a memory limit that holds three requests of 1,000 tokens, and under one that holds six. More are
+admitted, since most answers are short, and some have to wait half way. All answers are greedy, and must be the same.
 
 Ratios: `limit_time_ratio` and `limit_memory_ratio` are of the largest limit over the smallest (1 is best), `time_ratio`
 and `memory_ratio` mlx_lm.server over ours (more than 1 is in our favour), `preemption_ratio` the tokens per second with
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from server import MLX_LM, OURS, process
+from server import MLX_LM, OURS, SOURCE, process
 
 
 def resident(pid: int) -> int:
@@ -132,14 +132,14 @@ def limits(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def preemption(asked: argparse.Namespace) -> dict[str, Any]:
-    """Lines and stories; of each answer, 256 tokens are expected at first."""
+    """Lines and programs; of each answer, 256 tokens are expected at first."""
     with process([*OURS, "--model", asked.model]) as (url, _):
         memory = httpx.get(f"{url}/memory", timeout=60).json()
         worst = 1280 * memory["prompt_memory_limit"] / memory["prompt_memory_tokens"]
     bodies = [
         [
             body(f"What is {n} plus {n + 1}? Answer with one number only.", 1000),
-            body(f"Write a short story about {n} sailors.", 320),
+            body(f"Continue this program:\n{SOURCE[700 * n :][:700]}", 320),
             body(f"Name {n} animals in one line.", 1000),
         ]
         for n in range(2, asked.clients + 2)
