@@ -7,7 +7,7 @@
 Coding agents send a `max_tokens` of 32,000 and get answers of some tens of tokens. "limits": clients send chats with
 one-line answers at once; each server is a process of its own, started anew for each turn, and takes turns with the
 others: ours with each limit, and `mlx_lm.server` with the largest that it takes. "preemption": each client asks three
-times, with a `max_tokens` of 1,000 for a line and of 320 to continue a program, which is more than is expected of an
+times, with a `max_tokens` of 1,000 for a line and of 400 to continue a program, which is more than is expected of an
 answer at first, under a memory limit that holds three requests of 1,000 tokens, and under one that holds six. More are
 admitted, since most answers are short, and some have to wait half way. All answers are greedy, and must be the same.
 
@@ -139,7 +139,7 @@ def preemption(asked: argparse.Namespace) -> dict[str, Any]:
     bodies = [
         [
             body(f"What is {n} plus {n + 1}? Answer with one number only.", 1000),
-            body(f"Continue this program:\n{SOURCE[700 * n :][:700]}", 320),
+            body(f"Continue this program:\n{SOURCE[700 * n :][:700]}", 400),
             body(f"Name {n} animals in one line.", 1000),
         ]
         for n in range(2, asked.clients + 2)

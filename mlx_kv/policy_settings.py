@@ -22,8 +22,8 @@ SHARES = ("layers", "layer", "head", "adaptive")
 ALLOCATIONS = ("uniform", "calibrated")
 
 
-def _tokens(default: int | None, help: str, option: str | tuple[str, ...] = (), least: int = 0, **more: Any) -> Any:
-    return setting(default, help=help, option=option, metavar="N", minimum=least, unit="tokens", **more)
+def _tokens(default: int | None, help: str, option: str | tuple[str, ...] = (), minimum: int = 0, **more: Any) -> Any:
+    return setting(default, help=help, option=option, metavar="N", minimum=minimum, unit="tokens", **more)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class PolicySettings:
         "Maximum tokens in full-attention layers: the first 4 and the newest are kept.",
         option="--max-kv-size",
         summary="Keep only the newest tokens, at most N.",
-        least=1,
+        minimum=1,
     )
     max_write: int = _tokens(
-        512, "Longest write for which windows and budgets reserve memory.", option="--max-write", least=1
+        512, "Longest write for which windows and budgets reserve memory.", option="--max-write", minimum=1
     )
     max_rollback: int = _tokens(0, "Tokens that windows can take back at any time.")
     budget: int | None = _tokens(
@@ -71,7 +71,7 @@ class PolicySettings:
         "one prefill chunk.",
         option=("--kv-budget", "--compact-kv-budget"),
         summary="Keep the N tokens that matter most.",
-        least=1,
+        minimum=1,
     )
     keep_recent: int = _tokens(
         None,

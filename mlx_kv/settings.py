@@ -266,13 +266,13 @@ def _fix(value: object, described: Setting) -> str:
     return described.wanted()
 
 
-def whole_number(name: str, value: object, least: int = 0) -> int:
+def whole_number(name: str, value: object, minimum: int = 0) -> int:
     """The value as an int.
 
     Raises:
-        SettingError: it is not a whole number of tokens from `least` to 2^31 - 1.
+        SettingError: it is not a whole number of tokens from `minimum` to 2^31 - 1.
     """
-    check_setting(name, value, Setting(kind=int, minimum=least, unit="tokens"))
+    check_setting(name, value, Setting(kind=int, minimum=minimum, unit="tokens"))
     return operator.index(value)  # type: ignore[arg-type]
 
 

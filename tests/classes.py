@@ -48,7 +48,7 @@ def anywhere_in_each_layer(seed: int) -> Rule:
 
 
 def attend(cache: Any, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
-    """One layer's attention through a cache, as mlx-lm's models ask for it where a seam is open. 1 / sqrt(D) scales."""
+    """One layer's attention through a cache, as mlx-lm's models ask for it where it is patched. 1 / sqrt(D) scales."""
     mask = cache.make_mask(q.shape[2], window_size=window)
     keys, values = cache.update_and_fetch(k, v)
     named = {"cache": cache, "scale": q.shape[3] ** -0.5, "mask": mask}

@@ -201,7 +201,7 @@ class Packed:
             part = weights if last - first == slots else weights[..., first:last]  # (B, H, m, n)
             scaled = part[:, :, None] * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
             products = _times_values(scaled.reshape(rows, heads, -1, last - first), words, self._packing.bits)
-            by_group = _own_groups(products.reshape(rows, heads, groups, -1, dim))  # (B, H, m, G, D / G)
+            by_group = _group_channels(products.reshape(rows, heads, groups, -1, dim))  # (B, H, m, G, D / G)
             mixed = (by_group + (part @ biases)[..., None]).reshape(rows, heads, -1, dim)
             total = mixed if total is None else total + mixed
         assert total is not None, "there is a slot"
@@ -261,7 +261,7 @@ def _apart(queries: mx.array, groups: int) -> mx.array:
     return mx.where(in_group, queries[:, :, None], 0.0).reshape(rows, heads, -1, dim)
 
 
-def _own_groups(x: mx.array) -> mx.array:
+def _group_channels(x: mx.array) -> mx.array:
     """Of (B, H, G, m, D) the channels of each group in its own line: (B, H, m, G, D / G)."""
     groups, dim = x.shape[2], x.shape[4]
     if groups == 1:

@@ -102,7 +102,7 @@ class RingKVCache(Combination):
         max_rollback: int = 0,
         residual_length: int = 0,
     ) -> None:
-        window, max_write = whole_number("window", window, least=1), whole_number("max_write", max_write, least=1)
+        window, max_write = whole_number("window", window, minimum=1), whole_number("max_write", max_write, minimum=1)
         sinks, max_rollback = whole_number("sinks", sinks), whole_number("max_rollback", max_rollback)
         layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
         storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}
@@ -157,8 +157,8 @@ class ChunkedKVCache(Combination):
         max_rollback: int = 0,
         residual_length: int = 0,
     ) -> None:
-        chunk_size = whole_number("chunk_size", chunk_size, least=1)
-        max_write = whole_number("max_write", max_write, least=1)
+        chunk_size = whole_number("chunk_size", chunk_size, minimum=1)
+        max_write = whole_number("max_write", max_write, minimum=1)
         max_rollback = whole_number("max_rollback", max_rollback)
         layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
         storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}
@@ -213,7 +213,7 @@ class CompressedKVCache(Combination):
     ) -> None:
         if keep_recent is None:
             residual = whole_number("residual_length", residual_length)
-            keep_recent = default_keep_recent(whole_number("budget", budget, least=1), residual)
+            keep_recent = default_keep_recent(whole_number("budget", budget, minimum=1), residual)
         checked_allocation(share)
         evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
         storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}

@@ -7,6 +7,7 @@ Engines are not thread-safe: all calls come from one thread.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.growth import DEFAULT, Growth
+from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import (
     MIN_CHUNK,
@@ -95,9 +97,9 @@ class EngineSettings:
     max_wait: float | None = None
 
     def __post_init__(self) -> None:
-        whole_number("max_batch_size", self.max_batch_size, least=1)
+        whole_number("max_batch_size", self.max_batch_size, minimum=1)
         if self.prefill_step_size is not None:
-            whole_number("prefill_step_size", self.prefill_step_size, least=1)
+            whole_number("prefill_step_size", self.prefill_step_size, minimum=1)
 
 
 class Engine:
@@ -154,7 +156,7 @@ class Engine:
         """
         if not sequence.tokens:
             raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
-        whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
+        whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, minimum=1)
         if sequence.caches is not None and self._batched:
             check_same_kinds(self._empty, sequence.caches)
         sequence.room = sequence.room or self.answers.expect(sequence.max_tokens)
@@ -267,12 +269,19 @@ class Engine:
         if self._pace is not None and self._active:
             step = self._pace.chunk(len(self._admission.rows))
         queue = list(islice(self._waiting, MAX_CONTINUING))
-        tokens = self._admission.read([min(step, self._beginnings.stop(row, queue)) for row in self._admission.rows])
+        limits = [min(self._chunk(row.left, step), self._beginnings.stop(row, queue)) for row in self._admission.rows]
+        tokens = self._admission.read(limits)
         if self._pace is not None:
             self._pace.record(tokens, time.perf_counter() - started)
         self._copy_to_waiting()
         self._admission.keep_prefixes()
         self._join()
+
+    def _chunk(self, left: int, step: int) -> int:
+        """Tokens of a prompt to be read next: equal chunks are padded least beside those of other prompts."""
+        if len(self._admission.rows) == 1 or self._beginnings.by_chunk < NO_LIMIT or left <= 0:
+            return step
+        return math.ceil(left / math.ceil(left / step))
 
     def _join(self) -> None:
         sequences, caches, drafter_caches = self._admission.take_finished()

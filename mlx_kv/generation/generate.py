@@ -259,7 +259,7 @@ def speculative_generate(
         None if tokenizer is None else wrap_tokenizer(tokenizer),
         prompt,
         policy,
-        lambda: whole_number("max_tokens", max_tokens, least=1),
+        lambda: whole_number("max_tokens", max_tokens, minimum=1),
         sampler=sampler,
         seed=seed,
         prompt_cache=prompt_cache,
@@ -312,7 +312,7 @@ def _stream(
 
     def arguments() -> tuple[list[int], int, int | None]:
         if prefill_step_size is not None:
-            whole_number("prefill_step_size", prefill_step_size, least=1)
+            whole_number("prefill_step_size", prefill_step_size, minimum=1)
         return tokens_of_prompt(tokenizer, prompt, vocabulary), limit(), prefill_step_size
 
     tokens, max_tokens, step = communicator.broadcast(arguments)
@@ -485,7 +485,7 @@ def batch_generate(
     sequences: list[TokenSequence] = []  # with the leader's samplers
 
     def arguments() -> tuple[int, int | None, list[tuple[list[int], int]]]:
-        whole_number("max_batch_size", max_batch_size, least=1)
+        whole_number("max_batch_size", max_batch_size, minimum=1)
         sequences.extend(_sequences(model, tokenizer, prompts, max_tokens, sampler, seed))
         for sequence in sequences:
             sequence.processors = processors
@@ -547,7 +547,7 @@ def _sequences(
             raise ValueError(
                 f"prompt {index} has {len(tokens):,} tokens, but this model was made for {context:,}: shorten it"
             )
-        whole_number(f"max_tokens of prompt {index}", limit, least=1)
+        whole_number(f"max_tokens of prompt {index}", limit, minimum=1)
         detokenizer = None if tokenizer is None else tokenizer.detokenizer
         row_sampler = sampler_of_sequence(sampler, None if seed is None else derived_seed(seed, index), len(tokens))
         sequences.append(TokenSequence(index, tokens, limit, detokenizer, row_sampler))

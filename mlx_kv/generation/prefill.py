@@ -20,7 +20,7 @@ from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
 from mlx_kv.generation.encoding import QUERY, apply_template
 from mlx_kv.generation.sequence import SequenceProgress, TokenSequence
-from mlx_kv.mlxlm.loading import context_length, number_of_weights
+from mlx_kv.mlxlm.loading import context_length, layer_weights
 from mlx_kv.mlxlm.recurrent import RecurrentState
 from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, leaves, mapped
 from mlx_kv.policy import CachePolicy
@@ -32,7 +32,7 @@ CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait mea
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
 # take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
 CPU_STEPS = (512, 256, 128, 64)
-CPU_WORK = 32e9  # weights times tokens, of a chunk
+CPU_WORK = 16e9  # weights of the layers times tokens, of a chunk
 
 
 def reserve_for(caches: Iterable[Any], prompt_tokens: int, answer_tokens: int) -> None:
@@ -55,14 +55,14 @@ def chunk_for(model: Any) -> int:
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return PREFILL_STEP
-    weights = number_of_weights(model) if isinstance(model, nn.Module) else 0
+    weights = layer_weights(model) if isinstance(model, nn.Module) else 0
     return next((step for step in CPU_STEPS if step * weights <= CPU_WORK), CPU_STEPS[-1])
 
 
 def prefill_step(model: Any, caches: Iterable[Any], requested: int | None) -> int:
     """Prompt tokens to read at once: what was asked for, else `chunk_for` the model, less where rings plan for less."""
     if requested is not None:
-        return whole_number("prefill_step_size", requested, least=1)
+        return whole_number("prefill_step_size", requested, minimum=1)
     planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
     return min([chunk_for(model), *planned])
 

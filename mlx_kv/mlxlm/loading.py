@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_kv.cache.checks import check_type
-from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention
+from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention, use_cpu_head
 from mlx_kv.mlxlm.probe import cached_per_model, check_not_forked
 
 
@@ -83,11 +83,13 @@ def release_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
 
 
 def fit_to_device(model: nn.Module) -> None:
-    """On a CPU, 16-bit weights become float32: half precision is emulated there. Attention and activation are ours."""
+    """On a CPU, 16-bit weights become float32: half precision is emulated there. Attention, activation and
+    head are ours."""
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     use_cpu_attention(model)
     use_cpu_activation(model)
+    use_cpu_head(model)
 
 
 def load_with_config(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -163,6 +165,19 @@ def number_of_weights(model: nn.Module) -> int:
     from mlx_lm.utils import get_total_parameters
 
     return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
+
+
+@cached_per_model
+def layer_weights(model: nn.Module) -> int:
+    """The number of weights that a prompt meets: all but the embedding's and, where there is one, the output head's."""
+    from mlx_lm.utils import get_total_parameters
+
+    tables, layers = (nn.Embedding, nn.QuantizedEmbedding), (nn.Linear, nn.QuantizedLinear)
+    every: list[Any] = model.modules()  # type: ignore[no-untyped-call]
+    modules = [each for each in every if isinstance(each, tables + layers)]
+    vocabulary = max([each.weight.shape[0] for each in modules if isinstance(each, tables)], default=0)
+    outside = nn.Sequential(*(each for each in modules if each.weight.shape[0] == vocabulary))  # type: ignore[no-untyped-call]
+    return number_of_weights(model) - int(get_total_parameters(outside))  # type: ignore[no-untyped-call]
 
 
 def weights_of(model: nn.Module) -> list[mx.array]:

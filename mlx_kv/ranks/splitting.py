@@ -24,6 +24,7 @@ from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
 from mlx_kv.mlxlm.loading import (
     fit_to_device,
+    layer_weights,
     load_with_config,
     model_from_config,
     number_of_weights,
@@ -301,7 +302,8 @@ def split_model(
     assert group.split is not None
     split, raw, whole = _known(group.split), group.raw, whole or model
     # Probed on the whole model: a part may lack kinds of layers, and its graph contains collectives.
-    copy_results(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged, attends_by_class)
+    known = cache_kinds, counts_slots, number_of_weights, layer_weights, refuses_ragged, attends_by_class
+    copy_results(model, whole, *known)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))

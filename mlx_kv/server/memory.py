@@ -296,7 +296,7 @@ def _heads(layers: Sequence[Places], number: int) -> list[list[int]] | None:
     counts = []
     for places in layers:
         cache, index = places[number]
-        if cache.evictor is None or not cache.evictor.own_lengths:
+        if cache.evictor is None or not cache.evictor.ragged_heads:
             return None
         counts.append(cache.evictor.tokens_by_head(cache.view.rows[index], index))
     return counts

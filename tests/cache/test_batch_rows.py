@@ -28,7 +28,7 @@ import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.evictor import LayerGroup
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.slot_tokens import SlotTokens
 from mlx_kv.cache.layout import Row, WriteCapacity
 from mlx_kv.cache.plan import Plan
 from mlx_kv.cache.residual import ROOM
@@ -347,7 +347,7 @@ def padding_is_stored(self: Plan, index: int, token: int) -> bool:
     return False
 
 
-def mixes_up_rows(self: KeptTokens, chosen: Any) -> KeptTokens:
+def mixes_up_rows(self: SlotTokens, chosen: Any) -> SlotTokens:
     return genuine_of_rows(self, chosen[::-1])
 
 
@@ -363,7 +363,7 @@ def trims_all_rows_alike(layout: Any, rows: Any, counts: Any) -> Any:
 
 
 genuine_of_rows, genuine_join, genuine_trim = (
-    KeptTokens.of_rows,
+    SlotTokens.of_rows,
     mlx_kv.cache.rows.joined_buffers,
     mlx_kv.cache.kv_cache.trim_rows,
 )
@@ -372,7 +372,7 @@ RING = Kind(CachePolicy(max_write=5), window=9)
 BUDGET = Kind(CachePolicy(budget=6, keep_recent=2, sinks=1, margin=1, score="key_norm"), layers=2)
 PLANTED = {
     "padding is stored": (Plan, "is_padding", padding_is_stored, RING),
-    "positions go to other rows": (KeptTokens, "of_rows", mixes_up_rows, BUDGET),
+    "positions go to other rows": (SlotTokens, "of_rows", mixes_up_rows, BUDGET),
     "slots shift when rows join": (mlx_kv.cache.rows, "joined_buffers", loses_a_slot, RING),
     "rows trim together": (mlx_kv.cache.kv_cache, "trim_rows", trims_all_rows_alike, RING),
 }

@@ -309,7 +309,7 @@ genuine_masked, genuine_weights, genuine_pieces, genuine_own_groups, genuine_cen
     attention._masked,
     attention._weights,
     attention._pieces,
-    attention._own_groups,
+    attention._group_channels,
     attention.Packed._centre_of,
 )
 FOUR_BITS = Case(keys=Affine(4, 32), values=Affine(4, 32))
@@ -323,7 +323,7 @@ PLANTED = {
     "sinks take no part": (attention, "_weights", without_sinks, Case(sinks=True)),
     "channels change places": (attention, "_pieces", other_order_of_pieces, FOUR_BITS),
     "groups take each other's queries": (attention, "_apart", all_of_every_group, FOUR_BITS),
-    "groups take each other's scales": (attention, "_own_groups", the_first_group_of_each, FOUR_BITS),
+    "groups take each other's scales": (attention, "_group_channels", the_first_group_of_each, FOUR_BITS),
     "nothing is rotated": (attention, "rotated", lambda x: x, ROTATED),
     "nothing is centred": (attention.Packed, "_centre_of", lambda self, dtype: mx.array(0.0), ALL_CENTRED),
     "centres of heads are mixed up": (attention.Packed, "_centre_of", centres_in_another_order, ALL_CENTRED),

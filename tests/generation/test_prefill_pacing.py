@@ -56,6 +56,19 @@ def run(model: Any, policy: CachePolicy, max_wait: float | None) -> tuple[dict[i
     return answers, read
 
 
+@pytest.mark.parametrize(("policy", "chunk"), [(CachePolicy(), 100), (CachePolicy(budget=64), 128)])
+def test_prompts_are_read_in_equal_chunks_where_nothing_depends_on_them(
+    policy: CachePolicy, chunk: int, reference: Any
+) -> None:
+    engine = make_engine(reference[0], {-1}, policy, prefill_step_size=128)
+    for index, length in enumerate((301, 271)):
+        engine.submit(TokenSequence(index, PROMPTS[1][400 * index :][:length], 4))
+    for number in (1, 2):
+        engine.step()
+        assert engine.progress[0].left == 300 - number * chunk
+    engine.close()
+
+
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(max_kv_size=200)], ids=repr)
 @pytest.mark.slow
 def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> None:

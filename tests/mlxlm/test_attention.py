@@ -1,4 +1,4 @@
-"""The attention seam: seen, served, handed on bit for bit, and taken out again."""
+"""The attention patch: seen, served, handed on bit for bit, and taken out again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model() -> nn.Module:
 @pytest.fixture(autouse=True)
 def untouched() -> Any:
     """Whatever a test does, the modules of mlx-lm's models are as they were before."""
-    gc.collect()  # a seam that others have left behind would go just now
+    gc.collect()  # a patch that others have left behind would go just now
     before = {name: _attention(module) for name, module in sys.modules.items() if name.startswith("mlx_lm.models.")}
     yield
     gc.collect()
@@ -301,12 +301,12 @@ def test_it_is_in_place_only_while_it_is_open(model: nn.Module) -> None:
     own, of_llama = qwen3.scaled_dot_product_attention, llama.scaled_dot_product_attention
     make_prompt_cache(model)
     assert qwen3.scaled_dot_product_attention is own
-    with contextlib.suppress(RuntimeError), AttentionPatch(model) as seam:
+    with contextlib.suppress(RuntimeError), AttentionPatch(model) as patch:
         assert qwen3.scaled_dot_product_attention is not own
         assert llama.scaled_dot_product_attention is of_llama
         raise RuntimeError
     assert qwen3.scaled_dot_product_attention is own
-    seam.close()  # again
+    patch.close()  # again
     assert qwen3.scaled_dot_product_attention is own
 
 
@@ -339,9 +339,9 @@ def test_a_seam_ends_with_the_last_cache_that_carries_it(model: nn.Module) -> No
     """Copies of caches carry the same."""
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, caches = qwen3.scaled_dot_product_attention, stock.make_prompt_cache(model)
-    caches[0].seam = AttentionPatch(model)
+    caches[0].patch = AttentionPatch(model)
     copied = copy.deepcopy(caches)
-    assert copied[0].seam is caches[0].seam
+    assert copied[0].patch is caches[0].patch
     del caches
     gc.collect()
     assert qwen3.scaled_dot_product_attention is not own
@@ -353,13 +353,13 @@ def test_a_seam_ends_with_the_last_cache_that_carries_it(model: nn.Module) -> No
 def test_who_stands_in_front_is_left_there(model: nn.Module) -> None:
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, caches, observer = qwen3.scaled_dot_product_attention, make_prompt_cache(model), Observer()
-    seam = AttentionPatch(model)
+    patch = AttentionPatch(model)
     ours = qwen3.scaled_dot_product_attention
     qwen3.scaled_dot_product_attention = in_front = lambda *placed, **named: ours(*placed, **named)
     try:
         with attention_hooked(model, caches, observer):
             pass
-        seam.close()
+        patch.close()
         assert qwen3.scaled_dot_product_attention is in_front
         answer(model, caches, [5])
         assert not observer.calls

@@ -17,8 +17,8 @@ from mlx_kv import CachePolicy
 from mlx_kv.cache.eviction import compaction, evictor
 from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import Score, ScoredTokens
+from mlx_kv.cache.eviction.slot_tokens import SlotTokens
 from mlx_kv.cache.layout import Budget
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.prefill import Instructions, prefill_all
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 # --- the tests above must be able to fail: bugs planted one at a time ------------------------------------------------
 
-counts, make_alive, compacted = evictor.token_counts, KeptTokens.alive, Budget.compacted
+counts, make_alive, compacted = evictor.token_counts, SlotTokens.alive, Budget.compacted
 own_counts, ties = Evictor.counts, compaction.in_order
 undo, predicted = Rotation.undo, FittedLayer.predicted
 
@@ -253,7 +253,7 @@ def of_the_budget(table: Any, mean: int, most: int) -> Any:
     return counts(table, mean, mean + 1)
 
 
-def one_more_alive(self: KeptTokens, *where: Any) -> mx.array:
+def one_more_alive(self: SlotTokens, *where: Any) -> mx.array:
     kept = self if self.dead is None else self._replace(dead=mx.maximum(self.dead - 1, 0))
     return make_alive(kept, *where)
 
@@ -284,8 +284,8 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "one less of equal heads": (evictor, "token_counts", one_less, "layer x table"),
     "counts of the next layer": (Evictor, "counts", of_the_next_layer, "head x table"),
     "shares of another number of tokens": (evictor, "token_counts", of_the_budget, "head x table"),
-    "one dead slot is alive": (KeptTokens, "alive", one_more_alive, "head x table"),
-    "one dead slot of a ranking": (KeptTokens, "alive", one_more_alive, "adaptive x table"),
+    "one dead slot is alive": (SlotTokens, "alive", one_more_alive, "head x table"),
+    "one dead slot of a ranking": (SlotTokens, "alive", one_more_alive, "adaptive x table"),
     "no layer is shorter": (Budget, "compacted", never_shorter, "layer x table"),
     "no layer is shorter in a ranking": (Budget, "compacted", never_shorter, "adaptive x table"),
     "of equal tokens the youngest go": (compaction, "in_order", the_youngest_first, "adaptive x table"),

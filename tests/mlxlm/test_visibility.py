@@ -1,4 +1,4 @@
-"""Which families of mlx-lm show their attention, and that a seam changes nothing of what any of them says."""
+"""Which families of mlx-lm show their attention, and that a patch changes nothing of what any of them says."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class HandingOn:
 
 @pytest.mark.parametrize("name", [name for name in WALKED if name not in UNREADABLE])
 def test_nothing_changes_bit_for_bit(name: str) -> None:
-    """With a seam and nobody asking, and with one who takes every call."""
+    """With a patch and nobody asking, and with one who takes every call."""
     model, everybody = shared_family(name), HandingOn()
 
     def answer() -> mx.array:

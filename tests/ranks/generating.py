@@ -38,7 +38,7 @@ from mlx_kv import (
 )
 from mlx_kv.cache import row_classes
 from mlx_kv.generation.grammar import Grammar, GrammarCompiler, regex
-from mlx_kv.mlxlm.loading import number_of_weights
+from mlx_kv.mlxlm.loading import layer_weights, number_of_weights
 from mlx_kv.ranks.group import RankGroup, join_ranks
 from mlx_kv.ranks.splitting import split_model
 
@@ -225,7 +225,7 @@ def speculated(policy: CachePolicy = PLAIN, **options: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
-    "weights": lambda model, group: number_of_weights(model),  # by which chunks are chosen
+    "weights": lambda model, group: [number_of_weights(model), layer_weights(model)],  # by which chunks are chosen
     **{f"stream, {name}": streamed(policy) for name, policy in POLICIES.items()},
     **{f"stream, {name}": streamed(policy) for name, policy in BUDGETS.items()},
     **{f"batch, {name}": batched(policy) for name, policy in BUDGETS.items()},

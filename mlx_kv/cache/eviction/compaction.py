@@ -28,8 +28,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens, as_wide
 from mlx_kv.cache.eviction.scoring import Scoring
+from mlx_kv.cache.eviction.slot_tokens import SlotTokens, as_wide
 from mlx_kv.cache.layout import Budget, Row
 
 SAFEGUARD = 0.2  # of the mean budget, which each head of a ranking keeps in any case, as in the AdaKV paper
@@ -138,7 +138,7 @@ class CompactionStep:
 
     # --- all rows ---------------------------------------------------------------------------------------------------
 
-    def result(self, plans: Mapping[int, RowPlan]) -> tuple[Moves, KeptTokens, tuple[Row, ...]]:
+    def result(self, plans: Mapping[int, RowPlan]) -> tuple[Moves, SlotTokens, tuple[Row, ...]]:
         """The moves of the whole batch, (B, H', moved slots), and its kept tokens and rows after them.
 
         Args:
@@ -341,11 +341,11 @@ def kept_after(
     rows: Sequence[Row],
     after: Sequence[Row],
     moves: Moves,
-    kept: KeptTokens,
+    kept: SlotTokens,
     positions: Mapping[int, mx.array],
     scores: Mapping[int, mx.array] | None,
     dead: Mapping[int, mx.array],
-) -> KeptTokens:
+) -> SlotTokens:
     """`kept` after a compaction. Small arrays, replaced as a whole.
 
     Args:
@@ -376,4 +376,4 @@ def kept_after(
         before = mx.zeros((len(rows), heads), mx.int32) if kept.dead is None else kept.dead
         all_dead = mx.stack([dead.get(i, before[i]) for i in range(len(rows))])
     of_scores = None if scores is None else lines(scores, kept.scores, mx.float32)
-    return KeptTokens(lines(positions, kept.positions, mx.int32), of_scores, all_dead)
+    return SlotTokens(lines(positions, kept.positions, mx.int32), of_scores, all_dead)

@@ -29,9 +29,9 @@ from mlx_kv.cache.buffers import Buffers, move_slots
 from mlx_kv.cache.checks import Count
 from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, table_of, token_counts, uneven_heads
 from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens, LayerMasks
 from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
 from mlx_kv.cache.eviction.scoring import Observation, ObservedState, Scoring, SecondPass, SecondPassShares
+from mlx_kv.cache.eviction.slot_tokens import LayerMasks, SlotTokens
 from mlx_kv.cache.layout import Budget, Row
 from mlx_kv.cache.plan import Plan
 from mlx_kv.cache.protocol import Call
@@ -133,7 +133,7 @@ class Evictor:
         evictor.metadata = RowMetadata(
             tuple([LayerGroup.of_copy(name, saved.layer, evictor) for name in saved.groups]),
             saved.work_by_row(),
-            KeptTokens(saved.positions, saved.scores, saved.dead),
+            SlotTokens(saved.positions, saved.scores, saved.dead),
             tuple([None if shares is None else SecondPassShares(*shares) for shares in saved.reread or ()]),
         )
         if evictor.observation is not None:
@@ -176,7 +176,7 @@ class Evictor:
         self._forget()
         self.metadata = self.metadata.of_rows(chosen)
         if all(row.evicted <= 0 for row in rows):
-            self.metadata = self.metadata._replace(kept=KeptTokens())
+            self.metadata = self.metadata._replace(kept=SlotTokens())
         self.metadata.kept.compute()
         if self.observation is not None:
             self.observation = self.observation.of_rows(chosen).compute()
@@ -302,10 +302,10 @@ class Evictor:
     @property
     def wants_attention(self) -> bool:
         """Whether attention over the cache must go through `attend`."""
-        return self.score.wants is not None or self.own_lengths
+        return self.score.wants is not None or self.ragged_heads
 
     @property
-    def own_lengths(self) -> bool:
+    def ragged_heads(self) -> bool:
         """Whether this layer or its heads may hold another number of tokens than others, and need their own mask."""
         return self.scope == "adaptive" or self.layer_allocation != "uniform"
 
@@ -328,7 +328,7 @@ class Evictor:
 
     def masked(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> Call:
         """The call with the mask of this layer, where its heads may hold another number of tokens than others."""
-        return call.changed(mask=self._masks.of(call, rows, counts, self.metadata.kept)) if self.own_lengths else call
+        return call.changed(mask=self._masks.of(call, rows, counts, self.metadata.kept)) if self.ragged_heads else call
 
     def observed(self, call: Call, answer: mx.array, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
         """The answer to a call, (B, Hq, S, Dv), whose queries are observed where the score uses them."""
@@ -380,7 +380,7 @@ class Evictor:
             for i, row in enumerate(rows)
             if (layout.visible_tokens(row) > layout.budget if on_demand else layout.due(row))
         ]
-        if self.own_lengths and not on_demand:
+        if self.ragged_heads and not on_demand:
             self._masks.check_requested(bool(due))
         if not due:
             return rows
@@ -454,9 +454,9 @@ class EvictorState(NamedTuple):
         share: which heads and layers keep the same tokens.
         layer: which of its sequences' layers it evicts from.
         groups: the names of the layer groups, by row.
-        positions, scores: as in `KeptTokens`.
+        positions, scores: as in `SlotTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
-        dead: as in `KeptTokens`.
+        dead: as in `SlotTokens`.
         layers: "uniform", or a table of shares (L, H).
         observed: what was observed of attention, as in `ObservedState`; None where nothing was.
         reread: by row, each as in `SecondPassShares`, or None; None where no row has any.
@@ -493,7 +493,7 @@ class RowMetadata(NamedTuple):
 
     groups: tuple[LayerGroup, ...]
     work: tuple[Work, ...] = (Work(),)
-    kept: KeptTokens = KeptTokens()
+    kept: SlotTokens = SlotTokens()
     reread: tuple[SecondPassShares | None, ...] = ()
 
     @property
@@ -522,7 +522,7 @@ class RowMetadata(NamedTuple):
 
     # --- tokens that come and go ------------------------------------------------------------------------------------
 
-    def compacted(self, due: Sequence[int], kept: KeptTokens, moved: int, seconds: float) -> RowMetadata:
+    def compacted(self, due: Sequence[int], kept: SlotTokens, moved: int, seconds: float) -> RowMetadata:
         """The same rows after a compaction of some.
 
         Args:

@@ -22,7 +22,6 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.checks import Count
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import (
     AttentionInputs,
     Keys,
@@ -35,6 +34,7 @@ from mlx_kv.cache.eviction.scores import (
     products,
     take_tokens,
 )
+from mlx_kv.cache.eviction.slot_tokens import SlotTokens
 from mlx_kv.cache.layout import Budget, Row
 from mlx_kv.cache.protocol import Call
 
@@ -69,7 +69,7 @@ class Scoring:
         scope: Scope,
         rows: tuple[Row, ...],
         buffers: Buffers,
-        kept: KeptTokens,
+        kept: SlotTokens,
         observation: Observation | None = None,
         reread: Sequence[SecondPassShares | None] = (),
         layer: int = 0,

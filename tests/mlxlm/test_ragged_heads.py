@@ -12,8 +12,8 @@ import pytest
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens, LayerMasks
 from mlx_kv.cache.eviction.scores import Score, find_score
+from mlx_kv.cache.eviction.slot_tokens import LayerMasks, SlotTokens
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks.communicator import SplitHeads, SplitLayers
@@ -222,7 +222,7 @@ def test_a_dead_slot_that_is_read_is_caught(broken: Any, monkeypatch: pytest.Mon
     caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive"))
     watched, right = Watched(caches), LayerMasks.of
 
-    def wrong(self: LayerMasks, call: Any, rows: Any, counts: Any, kept: KeptTokens) -> Any:
+    def wrong(self: LayerMasks, call: Any, rows: Any, counts: Any, kept: SlotTokens) -> Any:
         if kept.dead is not None:
             gaps = [[broken(gap) for gap in row] for row in kept.dead.tolist()]
             kept = kept._replace(dead=mx.array(gaps, mx.int32))

@@ -20,7 +20,7 @@ from mlx_kv.cache.plan import Plan, plan_of
 from mlx_kv.cache.protocol import Call
 
 
-class KeptTokens(NamedTuple):
+class SlotTokens(NamedTuple):
     """The tokens before the cut, of every row of a batch; arbitrary numbers for rows that have evicted nothing.
 
     Attributes:
@@ -68,16 +68,16 @@ class KeptTokens(NamedTuple):
             lines.append(mx.pad(line, (0, read - line.size), constant_values=mx.array(-1)))
         return mx.stack(lines)[:, None, None]
 
-    def of_rows(self, chosen: Sequence[int]) -> KeptTokens:
+    def of_rows(self, chosen: Sequence[int]) -> SlotTokens:
         """The same of some rows, in this order."""
         index = mx.array(list(chosen))
-        return KeptTokens(*(None if x is None else x[index] for x in self))
+        return SlotTokens(*(None if x is None else x[index] for x in self))
 
-    def joined(self, rows: int, other: KeptTokens, more: int) -> KeptTokens:
+    def joined(self, rows: int, other: SlotTokens, more: int) -> SlotTokens:
         """The same of these `rows` rows, and after them of `more` others."""
-        return KeptTokens(*(joined_rows(own, rows, theirs, more) for own, theirs in zip(self, other, strict=True)))
+        return SlotTokens(*(joined_rows(own, rows, theirs, more) for own, theirs in zip(self, other, strict=True)))
 
-    def compute(self) -> KeptTokens:
+    def compute(self) -> SlotTokens:
         """Starts computing the arrays: rows may come and go often before the next compaction and build a long graph."""
         mx.async_eval(*self)  # type: ignore[no-untyped-call]
         return self
@@ -117,7 +117,7 @@ class LayerMasks:
         self._alive_of: tuple[object, ...] = ()
         self._updates_without_mask = 0  # full updates since a mask was last requested here
 
-    def of(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None, kept: KeptTokens) -> Mask:
+    def of(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None, kept: SlotTokens) -> Mask:
         """The mask of a call of attention after an update: None, "causal", (S, K), (B, 1, S, K) or (B, Hq, S, K).
 
         The last is (B, H, S, K) for packed planes, where mlx-lm groups query heads.
@@ -139,7 +139,7 @@ class LayerMasks:
         assert mask != "causal", "an array was requested"
         return alive if mask is None else alive & mask
 
-    def _alive_slots(self, call: Call, rows: tuple[Row, ...], kept: KeptTokens, read: int) -> mx.array:
+    def _alive_slots(self, call: Call, rows: tuple[Row, ...], kept: SlotTokens, read: int) -> mx.array:
         """Which slots each head may read, (B, Hq or H, 1, at least `read`); made again after a compaction."""
         packed, query_heads = not isinstance(call.keys, mx.array), call.queries.shape[1]
         good_for = kept.dead, packed, query_heads, tuple([row.extra_slots for row in rows])

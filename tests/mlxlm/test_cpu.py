@@ -1,4 +1,4 @@
-"""The activation on a CPU: what float64 says it is, in blocks and whole, its gradients; and who is left alone."""
+"""Activation and output head on a CPU: what float64 says they are, gradients; and who is left alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from family_model import distance, read, tokens
@@ -18,7 +19,7 @@ from tiny_models import make_model
 
 from mlx_kv import make_prompt_cache
 from mlx_kv.mlxlm import cpu
-from mlx_kv.mlxlm.cpu import swiglu, use_cpu_activation
+from mlx_kv.mlxlm.cpu import TallEmbedding, TallLinear, swiglu, use_cpu_activation, use_cpu_head
 
 FAMILIES = ("olmo3", "qwen3", "deepseek_v3")  # of modules that no bundled model has
 pytestmark = pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="on a GPU nothing is changed")
@@ -142,3 +143,24 @@ def test_a_variable_leaves_it_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLX_KV_ACTIVATION")
     use_cpu_activation(model)
     assert module_of("qwen3").swiglu is swiglu
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (3, 5), (8, 4), (33, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_the_product_whatever_the_number_of_rows(
+    rows: tuple[int, int], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 200)
+    model = nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 200, bias=bias), nn.Linear(64, 199))
+    table, head, other = model.layers
+    x = mx.random.normal((*rows, 64), key=mx.random.key(3))
+    use_cpu_head(model)
+    assert [type(layer) for layer in model.layers] == [TallEmbedding, TallLinear, nn.Linear]
+    exact = np.array(x, dtype=np.float64)
+    for told, layer in ((table.as_linear(x), table), (head(x), head), (other(x), other)):
+        wanted = exact @ np.array(layer.weight, dtype=np.float64).T + np.array(layer.get("bias", 0.0))
+        assert told.shape == wanted.shape
+        assert np.abs(np.array(told) - wanted).max() < 1e-4
+    assert mx.array_equal(table(mx.array([3])), table.weight[3:4])
+    nn.quantize(model)
+    assert not {TallEmbedding, TallLinear} & set(map(type, model.layers))
