@@ -29,6 +29,7 @@ from mlx_kv.mlxlm.traverse import leaves
 TOKENS, CHUNK = 24, 8  # of an answer; that are read at once
 USUAL = PROFILE in ("quick", "usual")  # where every other prompt has to do
 NEARLY, NEARLY_IF_COARSE = 2e-3, 2e-2  # differences of logits: in 8 bits; in fewer, where one rounding is more
+HALF_ROUNDING = {mx.bfloat16: 2**-5, mx.float16: 2**-8}  # of the largest logit: four to eight units in the last place
 BEGINNING: list[int] = mx.random.randint(1, VOCAB, (90,), key=mx.random.key(1)).tolist()
 MIXED = [*PROMPTS[:6], [*BEGINNING, 7, 3, 9], *PROMPTS[6:], [*BEGINNING, 5, 11]]
 BUDGET: dict[str, Any] = {"budget": 24, "keep_recent": 8, "sinks": 2, "margin": 9}
@@ -145,6 +146,37 @@ def test_layers_may_have_other_classes(family: str, name: str, monkeypatch: pyte
         got[token.index].append(token.token)
     wanted = until_a_tie(model, policy, prompts, [16] * len(prompts), NEARLY)
     assert [row[: len(each)] for row, each in zip(got, wanted, strict=True)] == wanted
+
+
+SLOW_HALVES = ("8 bits", "adaptive", "max_kv_size"), ("gemma3_text", "lfm2", "deepseek_v3", "qwen3")
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "full"),
+        ("gemma3_text", "budget"),
+        *(pytest.param("llama", name, marks=pytest.mark.slow) for name in SLOW_HALVES[0]),
+        *(pytest.param(family, "full", marks=pytest.mark.slow) for family in SLOW_HALVES[1]),
+    ],
+)
+def test_a_row_in_company_in_half_precision(family: str, name: str, dtype: mx.Dtype) -> None:
+    """Each token is the likeliest of the row alone after the same text, or one that a few roundings make so."""
+    model, policy, prompts = make_model(family), policy_for(family, name), MIXED[::2]
+    model.set_dtype(dtype)
+    got = [list[int]() for _ in prompts]
+    for token in batch_generate(model, None, prompts, policy, TOKENS, max_batch_size=3, prefill_step_size=CHUNK):
+        got[token.index].append(token.token)
+    for prompt, tokens in zip(prompts, got, strict=True):
+        caches, text, read = make_prompt_cache(model, policy), mx.array([[*prompt, *tokens]]), 0
+        while read < len(prompt) - 1:
+            count = min(CHUNK, len(prompt) - 1 - read)
+            model(text[:, read : read + count], cache=caches)
+            read += count
+        for place, token in enumerate(tokens, read):
+            logits = model(text[:, place : place + 1], cache=caches)[0, -1].astype(mx.float32)
+            assert (logits.max() - logits[token]).item() <= HALF_ROUNDING[dtype] * mx.abs(logits).max().item()
 
 
 @pytest.mark.slow

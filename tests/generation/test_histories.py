@@ -1,0 +1,168 @@
+"""Random histories of an engine: sequences come, go on from prefixes and drafts, lose their rows, and are cancelled.
+
+Each that ends has the tokens that it has alone. `python tests/generation/test_histories.py 2000` runs so many.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from engines import make_engine
+from test_batch_generation import shaken
+from test_company import BEGINNING, CASES, CHUNK, COARSE, NEARLY, NEARLY_IF_COARSE, policy_for, until_a_tie
+from tiny_models import VOCAB, make_model
+
+from mlx_kv import PromptMemory
+from mlx_kv.generation.admission import tokens_of
+from mlx_kv.generation.sequence import TokenSequence
+
+HISTORIES = 500
+PARTS = 10  # of the test
+MODELS = 12  # of a process, at once
+REREADS = ("8 bits from 30 on", "the newest as they came")  # what is read again of these, is quantised at other places
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+@functools.lru_cache(MODELS)
+def models(family: str) -> tuple[Any, Any]:
+    model = make_model(family)
+    return model, shaken(model, 0.05, family)
+
+
+class History:
+    """One engine, and what happens to it."""
+
+    def __init__(self, number: int) -> None:
+        self.drawn = random.Random(number)
+        self.family, self.name = CASES[number % len(CASES)]
+        self.policy, (self.model, draft) = policy_for(self.family, self.name), models(self.family)
+        self.whole = self.policy.budget is None and self.name not in REREADS  # prefixes are as if read anew
+        drafts = self.policy.budget is None and self.family != "deepseek_v32" and self.drawn.random() < 0.3
+        how: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": 3} if drafts else {}
+        rows = self.drawn.choice([1, 2, 3, 5])
+        self.engine = make_engine(self.model, set(), self.policy, rows, CHUNK, return_caches=True, **how)
+        self.memory = PromptMemory(2**26, fingerprint="history")
+        self.requests: list[Request] = []
+        self.preempted = self.reused = 0
+
+    def run(self) -> None:
+        """All of it, to the last token."""
+        coming = self.drawn.randint(3, 7)
+        while coming or self.engine.busy:
+            if coming and (not self.engine.busy or self.drawn.random() < 0.3):
+                coming -= 1
+                self.submit()
+            self.step()
+            open_ones = [index for index, request in enumerate(self.requests) if not request.ended]
+            if open_ones and (event := self.drawn.random()) < 0.1:
+                index = self.drawn.choice(open_ones)
+                self.preempt(index) if event < 0.07 else self.cancel(index)
+        self.engine.close()
+
+    def submit(self) -> None:
+        drawn, start = self.drawn, self.drawn.choice([0, 0, 17, 40, 90])
+        tail = [drawn.randrange(1, VOCAB) for _ in range(drawn.randint(1, 40))]
+        prompt = [*BEGINNING[:start], *tail]
+        request = Request(prompt, drawn.randint(1, 16))
+        self.requests.append(request)
+        caches, count = (self.memory.find(request.prompt) if self.whole else None) or (None, 0)
+        self.reused += count
+        self.engine.submit(self.sequence(len(self.requests) - 1, caches, count))
+
+    def sequence(self, index: int, caches: Any, read: int) -> TokenSequence:
+        request = self.requests[index]
+        text = [*request.prompt, *request.tokens]
+        keep = self.memory.keep if self.whole and self.drawn.random() < 0.5 else None
+        return TokenSequence(
+            index,
+            text[read:],
+            request.length,
+            caches=caches,
+            before=text[:read],
+            resumed=len(request.tokens),
+            keep=keep,
+        )
+
+    def step(self) -> None:
+        for token in self.engine.step():
+            request = self.requests[token.index]
+            request.tokens.append(token.token)
+            if token.finish_reason is not None:
+                request.ended = True
+                text = [*request.prompt, *request.tokens]
+                if self.whole and token.caches is not None and (read := tokens_of(token.caches)) <= len(text):
+                    self.memory.keep(text[:read], token.caches)
+
+    def preempt(self, index: int) -> None:
+        """A row is lost, and goes on from its caches, or else from nothing."""
+        request = self.requests[index]
+        if (caches := self.engine.extract(index)) is None and not self.whole:
+            return
+        text, read = [*request.prompt, *request.tokens], 0
+        if caches is not None:
+            read = min(tokens_of(caches), len(text) - 1)
+            if not self.engine.trim(caches, tokens_of(caches) - read):
+                if not self.whole:
+                    return
+                caches, read = None, 0
+        self.engine.cancel(index)
+        self.preempted += 1
+        self.engine.submit(self.sequence(index, caches, read))
+
+    def cancel(self, index: int) -> None:
+        self.engine.cancel(index)
+        self.requests[index].ended, self.requests[index].length = True, 0
+
+    def check(self) -> None:
+        """Fails unless each request that was not cancelled has the tokens that it has alone."""
+        told = [request for request in self.requests if request.length]
+        assert [len(request.tokens) for request in told] == [request.length for request in told]
+        if self.policy.quantized_start:  # rows are quantised together: when depends on the others
+            return
+        nearly = NEARLY_IF_COARSE if self.name in COARSE else NEARLY
+        prompts, lengths = [request.prompt for request in told], [request.length for request in told]
+        wanted = until_a_tie(self.model, self.policy, prompts, lengths, nearly)
+        assert [request.tokens[: len(each)] for request, each in zip(told, wanted, strict=True)] == wanted
+
+
+def play(numbers: range) -> tuple[int, int]:
+    """Checks histories; returns how often rows were preempted, and how many tokens were reused."""
+    preempted = reused = 0
+    for number in numbers:
+        history = History(number)
+        try:
+            history.run()
+            history.check()
+        except BaseException as error:
+            error.add_note(f"history {number}: {history.family}, {history.name}")
+            raise
+        preempted, reused = preempted + history.preempted, reused + history.reused
+    return preempted, reused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_happens_to_an_engine_each_sequence_has_the_tokens_that_it_has_alone(part: int) -> None:
+    preempted, reused = play(range(part, HISTORIES, PARTS))
+    assert preempted > 0
+    assert reused > 0
+
+
+def test_a_few_histories() -> None:
+    play(range(0, 4 * len(CASES), 29))
+
+
+if __name__ == "__main__":
+    print(play(range(int(sys.argv[1]))))
