@@ -7,15 +7,18 @@ realigning them. Only the slots of rings of different room are rearranged first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout
 from mlx_kv.cache.codecs import Codecs, affine_of, are_plain, in_words
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.layout import NO_LIMIT, Layout, Row, enough_slots, planned, reshaped, stay
+from mlx_kv.cache.layout import NO_LIMIT, Append, Layout, Row, enough_slots, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
+
+if TYPE_CHECKING:
+    from mlx_kv.cache.kv_cache import KVCache
 
 
 class RowStorage(Protocol):
@@ -101,6 +104,24 @@ def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_pa
             raise ValueError(f"{name} is {list(counts)}: give {rows} numbers from 0 up, one for each row")
     if left_padding is not None and not empty:
         raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
+
+
+def grow_early(cache: KVCache, ahead: int) -> bool:
+    """Allocates what was announced before it is needed; returns whether that took a copy.
+
+    So layers can grow one after the other: a step in which all do waits for the copies of all.
+
+    Args:
+        ahead: slots that are left, at most.
+    """
+    reserve, capacity = cache.round_up(max(cache.reserved, *cache.announced)), cache.capacity
+    due = capacity < reserve and 0 < cache.used <= capacity < cache.used + ahead
+    if not due or cache.buffers is None or not isinstance(cache.layout, Append):
+        return False
+    cache.growths += 1
+    change_layout(cache.buffers, cache.layout, cache.layout, cache.rows, reserve, cache.used)
+    cache._forget_fetch()  # the next update must not take the capacity from the last one
+    return True
 
 
 # --- joining and selecting --------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import NO_LIMIT
+from mlx_kv.cache.rows import grow_early
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import (
     MIN_CHUNK,
@@ -43,7 +44,15 @@ from mlx_kv.generation.prefill import (
     TwoPassQueue,
     next_room,
 )
-from mlx_kv.generation.sequence import AnswerLengths, BatchToken, Emitted, SequenceProgress, TokenSequence, token_scores
+from mlx_kv.generation.sequence import (
+    ROOM_AHEAD,
+    AnswerLengths,
+    BatchToken,
+    Emitted,
+    SequenceProgress,
+    TokenSequence,
+    token_scores,
+)
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
@@ -146,6 +155,7 @@ class Engine:
             self._beginnings = self._beginnings._replace(shared=False)
         self._pace = None if settings.max_wait is None else PrefillPace(settings.max_wait, self.step_size)
         self._steps = 0
+        self._growing = False  # whether some layers have grown, and others are to follow
         self._wired = False  # whether the wired limit is set for this engine
 
     def submit(self, sequence: TokenSequence) -> None:
@@ -219,13 +229,17 @@ class Engine:
             return self._finish_rows(self._decoder.round(left, self._statistics))
 
     def _make_room(self) -> None:
-        """Announces more tokens of the answers that outgrow what was expected of them."""
+        """Announces more tokens of the answers that outgrow what was expected of them, and lets some layers grow."""
         for sequence in self._active:
-            needed = sequence.emitted + 2  # the next pass may begin before the tokens of this one are known
+            needed = sequence.emitted + ROOM_AHEAD
             if sequence.room < min(needed, sequence.max_tokens):
                 prompt = sequence.prompt_tokens + self._decoder.draft_tokens
                 room = next_room(self._growth, prompt, needed, sequence.max_tokens)
                 Engine.make_room(self, sequence.index, room)  # on this rank: the others do the same
+        if self._growing or self._steps % (ROOM_AHEAD // 4) == 0:
+            layers = attention_caches(self.caches)
+            growing = (cache for cache in layers if grow_early(cache, ROOM_AHEAD))
+            self._growing = bool(list(islice(growing, 1 + 2 * len(layers) // ROOM_AHEAD)))
 
     def make_room(self, index: int, tokens: int) -> None:
         """Announces that the answer of a sequence that decodes will have so many tokens."""

@@ -15,6 +15,7 @@ from mlx_kv.generation.settings import LogitsProcessor
 
 FIRST_EXPECTED = 256  # tokens of an answer, before any has ended
 ANSWERS_SEEN, LIKELY = 64, 0.9  # answers of a class that are remembered; the share of them that gets enough room
+ROOM_AHEAD = 32  # tokens before the end of an answer's room at which it gets more, for one layer after the other
 UNLIMITED = 2**31 - 1  # max_tokens of a sequence that only its caller ends
 
 

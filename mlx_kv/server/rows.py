@@ -24,7 +24,7 @@ from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.admission import continue_from, shares_up_to, tokens_of
 from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
 from mlx_kv.generation.prefill import Instructions
-from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.sequence import ROOM_AHEAD, BatchToken, TokenSequence
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.attention import attends_by_class
@@ -280,10 +280,10 @@ class Rows:
         Args:
             fits: whether rows of so many bytes do; without slack, where those with it do not.
         """
-        jobs = [job for job in self.active.values() if job.room < min(len(job.answer) + 2, job.max_tokens)]
+        jobs = [job for job in self.active.values() if job.room < min(len(job.answer) + ROOM_AHEAD, job.max_tokens)]
         for slack in (True, False) if jobs else ():
             for job in jobs:
-                job.room = self.plan.grow(len(job.tokens), len(job.answer) + 2, job.max_tokens, slack)
+                job.room = self.plan.grow(len(job.tokens), len(job.answer) + ROOM_AHEAD, job.max_tokens, slack)
             if fits(self.planned()):
                 break
         for job in jobs:

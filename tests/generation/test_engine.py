@@ -23,7 +23,7 @@ from mlx_kv import (
     trim_prompt_cache,
 )
 from mlx_kv.generation.engine import Engine
-from mlx_kv.generation.sequence import UNLIMITED, AnswerLengths, TokenSequence
+from mlx_kv.generation.sequence import UNLIMITED, AnswerLengths, BatchToken, TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
@@ -41,6 +41,10 @@ def drained(made: Engine) -> dict[int, list[int]]:
         for token in made.step():
             tokens.setdefault(token.index, []).append(token.token)
     return tokens
+
+
+def drained_tokens(made: Engine) -> list[BatchToken]:
+    return [token for _ in iter(lambda: made.busy, False) for token in made.step()]
 
 
 def alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -88,6 +92,28 @@ def test_a_draft_model_gets_the_room_of_the_model() -> None:
     caches = attention_caches([*made.caches, *made._decoder.drafter.caches])
     assert len(caches) > len(made.caches)
     assert {cache.capacity for cache in caches} == {1536}
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8, group_size=32)])
+def test_layers_grow_one_after_the_other(policy: CachePolicy) -> None:
+    model = make_model("llama", num_hidden_layers=20)
+    made, other = make_engine(model, set(), policy), make_engine(model, set(), policy)
+    for each in (made, other):
+        each.submit(TokenSequence(0, PROMPT, 700))
+        each.submit(TokenSequence(1, PROMPT[3:], 30))
+    before, steps, told = [512] * 20, 0, list[int]()
+    while made.busy:
+        told += [token.token for token in made.step() if token.index == 0]
+        if made.rows:
+            capacities = [cache.capacity for cache in made.caches]
+            steps += (grown := sum(a < b for a, b in zip(before, capacities, strict=True))) > 0
+            assert grown <= 2
+            before = capacities
+    assert steps >= 10
+    assert set(before) == {768}  # 700 tokens and the prompt, in multiples of 256: never more than it may have
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_kv.generation.engine.grow_early", lambda cache, ahead: False)
+        assert [token.token for token in drained_tokens(other) if token.index == 0] == told
 
 
 def test_room_follows_the_answers_that_were_seen() -> None:
