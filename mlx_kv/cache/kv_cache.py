@@ -87,7 +87,7 @@ class KVCache:
         residual: the newest tokens in full precision; None without. Setting it to a copy made earlier allows a trim
             back to the offset of that copy, whatever was written since.
         growths: reallocations since the first allocation.
-        patch: the attention patch that this cache keeps alive, if any: then attention can be computed here.
+        seam: the attention patch that this cache keeps alive, if any: then attention can be computed here.
         chain: segments (`cache.segments`) that hold the first tokens of a single row, too, and how many of the first
             tokens of each; the row can read these in place of its own slots.
 
@@ -102,7 +102,7 @@ class KVCache:
     evictor: Evictor | None
     residual: Residual | None
     growths: int
-    patch: object
+    seam: object
     _hook: Hook | None = None  # set from outside
 
     def __init__(
@@ -148,7 +148,7 @@ class KVCache:
         self.rows: tuple[Row, ...] = (Row(),)
         self.announced: tuple[int, ...] = (0,)
         self.lengths: tuple[int, ...] | None = None
-        self.encoded, self.growths, self.patch = False, 0, None
+        self.encoded, self.growths, self.seam = False, 0, None
         self.chain: tuple[tuple[Any, int], ...] = ()
         self._set_evictor(parts.evictor)
         self.packing, self.packings = find_packings(self.codecs, self.residual is not None)
@@ -326,7 +326,7 @@ class KVCache:
         if not (self.encoded and self.packed_decode) or new > MAX_PACKED_TOKENS:
             return False
         if self.packing is None:  # only our own attention can read them, where attention is patched
-            return self.packings is not None and self.patch is not None
+            return self.packings is not None and self.seam is not None
         # mlx-lm's packed attention takes the head dim of its result from the keys: values must have the same.
         return buffers[0].head_dim == buffers[1].head_dim
 
@@ -430,9 +430,9 @@ class KVCache:
         """The hook through which patched attention over this cache runs; None runs the model's own attention.
 
         The cache itself where its budget observes attention or where mlx-lm cannot read its planes; or the hook that
-        was set, which forwards to `cache_hook`.
+        was set, which forwards to `own_hook`.
         """
-        return self.cache_hook if self._hook is None else self._hook
+        return self.own_hook if self._hook is None else self._hook
 
     @attention_hook.setter
     def attention_hook(self, hook: Hook | None) -> None:
@@ -440,15 +440,15 @@ class KVCache:
         self.ungroup()  # the hook may read what updates return
 
     @property
-    def cache_hook(self) -> KVCache | None:
+    def own_hook(self) -> KVCache | None:
         """This cache, if its budget observes attention or mlx-lm's attention cannot read its planes; else None."""
         if self.evictor is not None and self.evictor.wants_attention:
             return self
         return self if self.residual is not None or (self.packings is not None and self.packed_decode) else None
 
-    def carry(self, patch: object) -> None:
+    def carry(self, seam: object) -> None:
         """Keeps an attention patch alive for as long as this cache, or a copy of it, lives."""
-        self.patch = patch
+        self.seam = seam
 
     def attend(self, call: Call) -> mx.array:
         """Attention after an update, (B, Hq, S, Dv): observed by the budget, computed here where mlx-lm's cannot."""
@@ -634,8 +634,8 @@ class KVCache:
     def _join(self, others: Sequence[KVCache]) -> None:
         for index, other in enumerate(others, 1):
             rows.check_joinable(index, self, other)
-        if self.patch is None:
-            self.patch = next((other.patch for other in others if other.patch is not None), None)
+        if self.seam is None:
+            self.seam = next((other.seam for other in others if other.seam is not None), None)
         rows.join(self, others)
 
     def extract(self, index: int) -> KVCache:
@@ -732,9 +732,9 @@ class KVCache:
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        growths, patch, evictor = self.growths, self.patch, self.evictor
+        growths, seam, evictor = self.growths, self.seam, self.evictor
         self._restore(value, self.growth, self.reserved)
-        self.growths, self.patch = growths, patch
+        self.growths, self.seam = growths, seam
         if evictor is not None and self.evictor is not None:
             self.evictor.set_communicator(evictor.communicator)
 

@@ -96,7 +96,7 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     summary="Maximum prompts in a batch.",
 )
 @option("--ignore-chat-template", is_flag=True, section="Files", help="Continue texts as plain text.")
-@generation_options
+@partial(generation_options, max_tokens_summary="Maximum tokens, unless the line sets it.")
 @on_each_rank
 def batch(
     machine: Machine,

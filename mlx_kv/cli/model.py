@@ -402,7 +402,7 @@ def draft_options(function: Command) -> Command:
     return options(DraftOptions, "drafts", *order)(function)
 
 
-def generation_options(function: Command) -> Command:
+def generation_options(function: Command, max_tokens_summary: str = "Maximum tokens of an answer.") -> Command:
     """For a command that receives `max_tokens`, `sampling`, `prefill_step_size`, `drafts` and `policy`."""
     max_tokens = option(
         *("--max-tokens", "-m"),
@@ -411,7 +411,7 @@ def generation_options(function: Command) -> Command:
         show_default=True,
         metavar="N",
         section="Sampling",
-        summary="Maximum tokens of an answer.",
+        summary=max_tokens_summary,
     )
     sampling = options(SamplingSettings, "sampling", section="Sampling", **SAMPLING_BOUNDS)
     return max_tokens(sampling(prefill_option()(draft_options(policy_options()(function)))))

@@ -134,7 +134,12 @@ class ServerSettings:
         option="--alias",
         multiple=True,
         metavar="NAME,...",
-        help="Other names of the model in requests; * for any; repeatable.",
+        help="More names of the model in requests; repeatable.",
+    )
+    strict_model_name: bool = setting(
+        False,
+        option="--strict-model-name",
+        help="Refuse requests for other names of a model, instead of answering them.",
     )
     strict: bool = setting(
         False, option="--strict", help="Refuse requests with unknown fields, instead of ignoring them."
@@ -395,7 +400,15 @@ def serve(
         others = server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs
         certificates = Certificates(server.ssl_certfile, *others)
     http = HttpSettings(
-        server.host, server.port, limits, keys, access, certificates, listed(server.alias), server.drain_seconds
+        server.host,
+        server.port,
+        limits,
+        keys,
+        access,
+        certificates,
+        listed(server.alias),
+        server.drain_seconds,
+        server.strict_model_name,
     )
 
     def started(url: str) -> None:

@@ -135,7 +135,7 @@ class _InFront:
         self._hook = hook
 
     def attend(self, call: AttentionCall) -> mx.array:
-        next_hook: Hook | None = getattr(call.cache, "cache_hook", None)
+        next_hook: Hook | None = getattr(call.cache, "own_hook", None)
         return self._hook.attend(call if next_hook is None else call.before(next_hook))
 
 
@@ -263,7 +263,7 @@ def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
     """
     check_model("model", model)
     parts = [parts_of(cache) for cache in leaves(cache_list("caches", caches))]
-    hooked = {i: layer for i, layer in enumerate(parts) if any(part.cache_hook is not None for part in layer)}
+    hooked = {i: layer for i, layer in enumerate(parts) if any(part.own_hook is not None for part in layer)}
     if not hooked:
         return
     evictors = {i: [part.evictor for part in layer if part.evictor is not None] for i, layer in hooked.items()}
@@ -293,7 +293,7 @@ def attach_attention_hooks(model: nn.Module, caches: Sequence[Any]) -> None:
         packings = [packings_of(part.view.codecs) for part in layer if not part.view.residual_length]
         if i in wanting or all(each is not None and can_attend(model, each[0]) for each in packings):
             carrying += layer
-    if unseen := [part for part in carrying if part.patch is None]:
+    if unseen := [part for part in carrying if part.seam is None]:
         patch = AttentionPatch(model)
         for part in unseen:
             part.carry(patch)

@@ -455,6 +455,7 @@ class HttpSettings:
         access: allowed host names and origins; None allows the names of `host`.
         certificates: for TLS; None is without.
         aliases: more names of the model; "*" allows any.
+        strict_names: whether other names are refused.
         drain_seconds: from a signal until responses in progress are ended with an error.
     """
 
@@ -466,6 +467,7 @@ class HttpSettings:
     certificates: Certificates | None = None
     aliases: Sequence[str] = ()
     drain_seconds: float = 30.0
+    strict_names: bool = False
 
 
 class Api:
@@ -480,7 +482,7 @@ class Api:
         settings = settings or HttpSettings()
         self.worker, self.limits = worker, settings.limits
         worker.monitor.prefixes.allows_text = len(settings.keys) <= 1  # else texts would reach users with other keys
-        self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases)
+        self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases, settings.strict_names)
         self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
         self._handler = RequestHandler(worker, self.admission, self.limits, self.names)
         self._conversations = Conversations()

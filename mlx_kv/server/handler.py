@@ -46,6 +46,7 @@ from mlx_kv.server.worker import Worker
 
 ANY = "*"
 LATEST = ":latest"  # the tag that clients of Ollama add to names without one
+MAX_LOGGED_NAMES = 32  # of other models
 DEFAULT = "default_model"  # the name that clients of mlx_lm.server send
 HEADER = "X-MLX-KV-Prefix"
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
@@ -229,22 +230,36 @@ class ModelNames:
     Args:
         name: of the server's command line: a directory or a name on the hub, of which the last part is a name, too.
         aliases: more names; "*" allows any.
+        strict: whether other names are refused.
+
+    Attributes:
+        all: the names, the one that people would type first.
+        name: the first of them.
     """
 
-    def __init__(self, name: str, aliases: Sequence[str] = ()) -> None:
-        self.name, self._any = name, ANY in aliases
+    def __init__(self, name: str, aliases: Sequence[str] = (), strict: bool = False) -> None:
+        self._any, self._strict = ANY in aliases, strict and ANY not in aliases
+        self._logged: set[str] = set()
         path = Path(name)
-        short = [str(path.resolve()), path.resolve().name] if path.is_dir() else [name.rstrip("/").rpartition("/")[2]]
-        more = [alias for alias in (*aliases, *reversed(short), DEFAULT) if alias and alias != ANY]
-        self.all = tuple(dict.fromkeys((name, *more)))
+        if path.is_dir():
+            first, others = path.resolve().name or name, [name, str(path.resolve())]
+        else:
+            first, others = name, [name.rstrip("/").rpartition("/")[2]]
+        self.all = tuple(dict.fromkeys(each for each in (first, *aliases, *others, DEFAULT) if each and each != ANY))
+        self.name = first
 
     def __contains__(self, name: object) -> bool:
-        return self._any or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
+        return not self._strict or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
 
     def check(self, name: str | None) -> None:
-        """Raises ApiError, 404, for the name of another model."""
-        if name is not None and name not in self:
+        """Raises ApiError, 404, for the name of another model, if names are strict; else logs it once."""
+        if name is None or self._any or name.removesuffix(LATEST) in self.all:
+            return
+        if self._strict:
             raise ApiError(404, f"there is no model {name[:200]!r} here: use {self.name!r}", "model", "model_not_found")
+        if len(self._logged) < MAX_LOGGED_NAMES and name not in self._logged:
+            self._logged.add(name)
+            log.warning("%r answers requests for %r: --strict-model-name refuses them", self.name, name[:200])
 
 
 class ParsedRequest(NamedTuple):

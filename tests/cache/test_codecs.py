@@ -127,7 +127,7 @@ def test_only_what_mlx_lm_can_read_is_handed_out_packed() -> None:
         for cache in (arrays, planes):
             fed(cache, 1)
             assert not hasattr(cache, "bits")
-            assert cache.cache_hook is cache
+            assert cache.own_hook is cache
         assert isinstance(arrays.keys_and_values()[0], mx.array)
         assert isinstance(planes.keys_and_values()[0], tuple)
         batch = KVCache.merge([arrays, planes])

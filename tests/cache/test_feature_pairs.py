@@ -131,7 +131,7 @@ class History(ObservedBatches):
     def _again(self, caches: list[Any]) -> None:
         """What files and copies do not have: what shows attention."""
         for cache in attention_caches(caches):
-            if self.kind.carries and cache.patch is None:
+            if self.kind.carries and cache.seam is None:
                 cache.carry(object())
 
     def replace(self, which: float, load: bool) -> None:

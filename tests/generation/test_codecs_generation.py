@@ -103,7 +103,7 @@ def test_other_families_decode_what_a_prompt_reads(family: str, stored: str) -> 
             mlx_kv.make_prompt_cache(model, policy)
         return
     caches = mlx_kv.make_prompt_cache(model, policy)
-    seen = all(cache.patch is not None for cache in attention_caches(caches))
+    seen = all(cache.seam is not None for cache in attention_caches(caches))
     assert seen == (family == "gemma3_text")
     read = [model(text[:, :12], cache=caches), *(model(text[:, i : i + 1], cache=caches) for i in range(12, 20))]
     handed = [isinstance(cache.keys_and_values()[0], tuple) for cache in attention_caches(caches)]

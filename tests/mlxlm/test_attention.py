@@ -339,9 +339,9 @@ def test_a_seam_ends_with_the_last_cache_that_carries_it(model: nn.Module) -> No
     """Copies of caches carry the same."""
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, caches = qwen3.scaled_dot_product_attention, stock.make_prompt_cache(model)
-    caches[0].patch = AttentionPatch(model)
+    caches[0].seam = AttentionPatch(model)
     copied = copy.deepcopy(caches)
-    assert copied[0].patch is caches[0].patch
+    assert copied[0].seam is caches[0].seam
     del caches
     gc.collect()
     assert qwen3.scaled_dot_product_attention is not own

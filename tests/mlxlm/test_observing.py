@@ -78,14 +78,14 @@ def test_loaded_caches_are_shown_it_by_the_model_that_goes_on_with_them(tmp_path
         model(mx.array([tokens]), cache=caches)
         mlx_kv.save_prompt_cache(tmp_path / "cache.safetensors", caches)
         loaded = mlx_kv.load_prompt_cache(tmp_path / "cache.safetensors")
-        assert loaded[0].patch is None
+        assert loaded[0].seam is None
         show_attention(model, loaded)
         for each in (caches, loaded):
             for token in range(40):
                 model(mx.array([[token]]), cache=each)
             mlx_kv.compact(each)
         for own, other in zip(caches, loaded, strict=True):
-            assert other.patch is not None
+            assert other.seam is not None
             assert other.evictor.observation.standing(0) == own.evictor.observation.standing(0)
             assert mx.array_equal(own.positions, other.positions).item()
 

@@ -169,7 +169,6 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop"),
     ({"stop_sequences": ["a"], "stop": "b"}, "send one"),
     ({"output_config": {"format": {"type": "xml"}}}, "json_schema"),
-    ({"model": "claude"}, "there is no model 'claude'"),
 ]
 
 

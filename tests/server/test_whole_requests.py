@@ -19,6 +19,7 @@ from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.handler import ModelNames
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.output import ChatOutputParser, ContentStops, Delta, answer_state
 from mlx_kv.server.requests import MAX_LOGGED, UnknownFields
 
@@ -86,19 +87,22 @@ def test_an_echo_begins_with_the_prompt(server: Running, stream: bool) -> None:
 # --- names and fields -------------------------------------------------------------------------------------------------
 
 
-def test_names_of_the_model(server: Running, tmp_path: Path) -> None:
+def test_names_of_the_model(server: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ModelNames("mlx-community/Qwen3-4bit").all == ("mlx-community/Qwen3-4bit", "Qwen3-4bit", "default_model")
     here = tmp_path / "smol"
     here.mkdir()
-    assert ModelNames(str(here), ["small"]).all == (str(here), "small", "smol", "default_model")
-    names = ModelNames("reference", ["*"])
+    assert ModelNames(str(here), ["small"]).all == ("smol", "small", str(here), "default_model")
+    names = ModelNames("reference", ["*"], strict=True)
     names.check("gpt-9")
     assert names.all == ("reference", "default_model")
-    for name in (None, "reference", "default_model"):
+    for name in (None, "reference", "default_model", "reference:latest", "claude-sonnet-4-5", "claude-sonnet-4-5"):
         answer = server.post(model=name, prompt="x", max_tokens=1)
         assert answer.json()["model"] == "reference"
-    check_error(server.post(model="smol", prompt="x"), 404)
+    told = [record.getMessage() for record in caplog.records if "strict-model-name" in record.getMessage()]
+    assert told == ["'reference' answers requests for 'claude-sonnet-4-5': --strict-model-name refuses them"]
     assert server.http.get("/v1/models/default_model").json()["id"] == "default_model"
+    with pytest.raises(ApiError, match="there is no model 'smol' here: use 'reference'"):
+        ModelNames("reference", strict=True).check("smol")
 
 
 def test_fields_that_nobody_knows(
