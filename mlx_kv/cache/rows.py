@@ -7,7 +7,7 @@ realigning them. Only the slots of rings of different room are rearranged first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
@@ -16,9 +16,6 @@ from mlx_kv.cache.codecs import Codecs, affine_of, are_plain, in_words
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.layout import NO_LIMIT, Append, Layout, Row, enough_slots, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
-
-if TYPE_CHECKING:
-    from mlx_kv.cache.kv_cache import KVCache
 
 
 class RowStorage(Protocol):
@@ -33,6 +30,7 @@ class RowStorage(Protocol):
     lengths: tuple[int, ...] | None
     reserved: int
     encoded: bool
+    growths: int
     chain: tuple[tuple[Any, int], ...]
     buffers: Buffers | None
 
@@ -106,7 +104,7 @@ def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_pa
         raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
 
 
-def grow_early(cache: KVCache, ahead: int) -> bool:
+def grow_early(cache: RowStorage, ahead: int) -> bool:
     """Allocates what was announced before it is needed; returns whether that took a copy.
 
     So layers can grow one after the other: a step in which all do waits for the copies of all.

@@ -168,9 +168,12 @@ class AnswerLengths:
         self._seen.setdefault(max_tokens.bit_length(), deque(maxlen=ANSWERS_SEEN)).append(tokens)
 
     def expect(self, max_tokens: int) -> int:
-        """Tokens that nine in ten of the last answers did not exceed; 256 before any, and never above max_tokens."""
+        """Tokens that get room: as many as nine in ten of the last answers had, 256 before any, and those ahead of them.
+
+        Never above max_tokens.
+        """
         seen = sorted(self._seen.get(max_tokens.bit_length(), ())) or [FIRST_EXPECTED]
-        return min(max_tokens, seen[int(LIKELY * (len(seen) - 1))])
+        return min(max_tokens, seen[int(LIKELY * (len(seen) - 1))] + ROOM_AHEAD)
 
 
 def common_prefix(tokens: list[int], others: list[int]) -> int:
