@@ -168,7 +168,7 @@ class AnswerLengths:
         self._seen.setdefault(max_tokens.bit_length(), deque(maxlen=ANSWERS_SEEN)).append(tokens)
 
     def expect(self, max_tokens: int) -> int:
-        """Tokens that get room: as many as nine in ten of the last answers had, 256 before any, and those ahead of them.
+        """Tokens that get room: as many as nine in ten of the last answers had, 256 before any, and some ahead of them.
 
         Never above max_tokens.
         """

@@ -238,7 +238,7 @@ class ModelNames:
     """
 
     def __init__(self, name: str, aliases: Sequence[str] = (), strict: bool = False) -> None:
-        self._any, self._strict = ANY in aliases, strict and ANY not in aliases
+        self._any, self._strict = ANY in aliases, strict
         self._logged: set[str] = set()
         path = Path(name)
         if path.is_dir():
@@ -249,11 +249,11 @@ class ModelNames:
         self.name = first
 
     def __contains__(self, name: object) -> bool:
-        return not self._strict or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
+        return self._any or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
 
     def check(self, name: str | None) -> None:
         """Raises ApiError, 404, for the name of another model, if names are strict; else logs it once."""
-        if name is None or self._any or name.removesuffix(LATEST) in self.all:
+        if name is None or name in self:
             return
         if self._strict:
             raise ApiError(404, f"there is no model {name[:200]!r} here: use {self.name!r}", "model", "model_not_found")
