@@ -188,6 +188,7 @@ def locked(path: str | Path, mode: int = PRIVATE) -> Iterator[None]:
     is_new = not os.path.exists(path)
     with open(path, "a") as file:
         if is_new:
-            os.chmod(path, mode)
+            with contextlib.suppress(OSError):  # of a drive without modes, or another user's since
+                os.fchmod(file.fileno(), mode)
         lock(file.fileno())
         yield

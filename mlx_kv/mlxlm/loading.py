@@ -83,8 +83,7 @@ def release_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
 
 
 def fit_to_device(model: nn.Module) -> None:
-    """On a CPU, 16-bit weights become float32: half precision is emulated there. Attention, activation and
-    head are ours."""
+    """On a CPU, 16-bit weights become float32: half precision is emulated there. The rest is of `mlx_kv.mlxlm.cpu`."""
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     use_cpu_attention(model)

@@ -46,7 +46,6 @@ from mlx_kv.server.worker import Worker
 
 ANY = "*"
 LATEST = ":latest"  # the tag that clients of Ollama add to names without one
-MAX_LOGGED_NAMES = 32  # of other models
 DEFAULT = "default_model"  # the name that clients of mlx_lm.server send
 HEADER = "X-MLX-KV-Prefix"
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
@@ -239,7 +238,7 @@ class ModelNames:
 
     def __init__(self, name: str, aliases: Sequence[str] = (), strict: bool = False) -> None:
         self._any, self._strict = ANY in aliases, strict
-        self._logged: set[str] = set()
+        self._unknown = UnknownFields()
         path = Path(name)
         if path.is_dir():
             first, others = path.resolve().name or name, [name, str(path.resolve())]
@@ -257,9 +256,8 @@ class ModelNames:
             return
         if self._strict:
             raise ApiError(404, f"there is no model {name[:200]!r} here: use {self.name!r}", "model", "model_not_found")
-        if len(self._logged) < MAX_LOGGED_NAMES and name not in self._logged:
-            self._logged.add(name)
-            log.warning("%r answers requests for %r: --strict-model-name refuses them", self.name, name[:200])
+        line = f"{self.name!r} answers requests for {name[:200]!r}: --strict-model-name refuses them"
+        self._unknown.log_once(name[:200], line)
 
 
 class ParsedRequest(NamedTuple):

@@ -148,17 +148,17 @@ def test_layers_may_have_other_classes(family: str, name: str, monkeypatch: pyte
     assert [row[: len(each)] for row, each in zip(got, wanted, strict=True)] == wanted
 
 
-SLOW_HALVES = ("8 bits", "adaptive", "max_kv_size"), ("gemma3_text", "lfm2", "deepseek_v3", "qwen3")
-
-
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         ("llama", "full"),
         ("gemma3_text", "budget"),
-        *(pytest.param("llama", name, marks=pytest.mark.slow) for name in SLOW_HALVES[0]),
-        *(pytest.param(family, "full", marks=pytest.mark.slow) for family in SLOW_HALVES[1]),
+        *(pytest.param("llama", name, marks=pytest.mark.slow) for name in ("8 bits", "adaptive", "max_kv_size")),
+        *(
+            pytest.param(family, "full", marks=pytest.mark.slow)
+            for family in ("gemma3_text", "lfm2", "deepseek_v3", "qwen3")
+        ),
     ],
 )
 def test_a_row_in_company_in_half_precision(family: str, name: str, dtype: mx.Dtype) -> None:

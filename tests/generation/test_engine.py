@@ -23,7 +23,7 @@ from mlx_kv import (
     trim_prompt_cache,
 )
 from mlx_kv.generation.engine import Engine
-from mlx_kv.generation.sequence import UNLIMITED, AnswerLengths, BatchToken, TokenSequence
+from mlx_kv.generation.sequence import UNLIMITED, AnswerLengths, TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
@@ -41,10 +41,6 @@ def drained(made: Engine) -> dict[int, list[int]]:
         for token in made.step():
             tokens.setdefault(token.index, []).append(token.token)
     return tokens
-
-
-def drained_tokens(made: Engine) -> list[BatchToken]:
-    return [token for _ in iter(lambda: made.busy, False) for token in made.step()]
 
 
 def alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -113,7 +109,7 @@ def test_layers_grow_one_after_the_other(policy: CachePolicy) -> None:
     assert set(before) == {768}  # 700 tokens and the prompt, in multiples of 256: never more than it may have
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_kv.generation.engine.grow_early", lambda cache, ahead: False)
-        assert [token.token for token in drained_tokens(other) if token.index == 0] == told
+        assert drained(other)[0] == told
 
 
 def test_room_follows_the_answers_that_were_seen() -> None:

@@ -1,6 +1,8 @@
 """Random histories of an engine: sequences come, go on from prefixes and drafts, lose their rows, and are cancelled.
 
-Each that ends has the tokens that it has alone. `python tests/generation/test_histories.py 2000` runs so many.
+Each that ends has the tokens that it has alone. This runs 2,000:
+
+    PYTHONPATH=.:tests python tests/generation/test_histories.py 2000
 """
 
 from __future__ import annotations

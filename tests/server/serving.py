@@ -109,6 +109,7 @@ def running(
     memory_limit: int | None = None,
     unload: IdleUnload | None = None,
     chosen: Callable[[nn.Module], CachePolicy | None] = lambda model: None,
+    strict_names: bool = False,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -126,7 +127,8 @@ def running(
     )
     worker = Worker(models, settings, unload=unload)
     worker.start()
-    api = Api(worker, "reference", HttpSettings(limits=limits or Limits(), keys=keys, access=access))
+    http = HttpSettings(limits=limits or Limits(), keys=keys, access=access, strict_names=strict_names)
+    api = Api(worker, "reference", http)
     server = Server(api, drain_seconds=5)
     with bound("127.0.0.1", 0) as listening:
         listening.listen()

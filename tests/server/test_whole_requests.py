@@ -19,7 +19,6 @@ from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.handler import ModelNames
-from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.output import ChatOutputParser, ContentStops, Delta, answer_state
 from mlx_kv.server.requests import MAX_LOGGED, UnknownFields
 
@@ -101,8 +100,21 @@ def test_names_of_the_model(server: Running, tmp_path: Path, caplog: pytest.LogC
     told = [record.getMessage() for record in caplog.records if "strict-model-name" in record.getMessage()]
     assert told == ["'reference' answers requests for 'claude-sonnet-4-5': --strict-model-name refuses them"]
     assert server.http.get("/v1/models/default_model").json()["id"] == "default_model"
-    with pytest.raises(ApiError, match="there is no model 'smol' here: use 'reference'"):
-        ModelNames("reference", strict=True).check("smol")
+
+
+def test_other_names_are_refused_in_each_dialect_where_names_are_strict() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with running(strict_names=True) as server:
+        check_error(server.post(model="smol", prompt="x"), 404)
+        for path, body in (
+            ("/v1/messages", {"messages": messages, "max_tokens": 1}),
+            ("/api/chat", {"messages": messages}),
+            ("/api/show", {}),
+        ):
+            answer = server.post(path, model="smol", **body)
+            assert answer.status_code == 404
+            assert "there is no model 'smol' here: use 'reference'" in answer.text
+        assert server.post(model="reference", prompt="x", max_tokens=1).json()["model"] == "reference"
 
 
 def test_fields_that_nobody_knows(

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
 from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
-from mlx_kv.server.handler import DEFAULT, LATEST, ModelNames, ParsedRequest
+from mlx_kv.server.handler import DEFAULT, ModelNames, ParsedRequest
 from mlx_kv.server.json_http import ApiError, JsonResponse, json_bytes, read_body
 from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
 from mlx_kv.server.requests import MAX_TOKENS, Body, FieldError, RequestRules, Text, UnknownFields
@@ -205,7 +205,7 @@ class OllamaDialect:
             empty = OllamaWriter(self._names.name, is_chat).fields(Delta())
             return JsonResponse(empty | {"done": True, "done_reason": reason})
         request = parsed.openai_body(rules.unknown, self._has_template).completion_request(rules)
-        echoed = parsed.model if (parsed.model or "").removesuffix(LATEST) in self._names.all else None
+        echoed = parsed.model if parsed.model in self._names else None
         return ParsedRequest(request, lambda model: OllamaWriter(echoed or model, is_chat))
 
 
