@@ -61,9 +61,9 @@ class History:
 
     def run(self) -> None:
         """All of it, to the last token."""
-        coming = self.drawn.randint(3, 7)
+        coming, often = self.drawn.randint(3, 7), self.drawn.choice([0.05, 0.3])
         while coming or self.engine.busy:
-            if coming and (not self.engine.busy or self.drawn.random() < 0.3):
+            if coming and (not self.engine.busy or self.drawn.random() < often):
                 coming -= 1
                 self.submit()
             self.step()
@@ -74,9 +74,16 @@ class History:
         self.engine.close()
 
     def submit(self) -> None:
-        drawn, start = self.drawn, self.drawn.choice([0, 0, 17, 40, 90])
-        tail = [drawn.randrange(1, VOCAB) for _ in range(drawn.randint(1, 40))]
-        prompt = [*BEGINNING[:start], *tail]
+        drawn = self.drawn
+        tail = [drawn.randrange(1, VOCAB) for _ in range(drawn.randint(1, drawn.choice([40, 150])))]
+        ended = [request for request in self.requests if request.ended]
+        if ended and drawn.random() < 0.7:  # a conversation goes on, here and there from an earlier place
+            earlier = drawn.choice(ended)
+            text = [*earlier.prompt, *earlier.tokens]
+            start = text[: drawn.choice([len(text), len(text), drawn.randint(1, len(text))])]
+        else:
+            start = BEGINNING[: drawn.choice([0, 0, 17, 40, 90])]
+        prompt = [*start, *tail]
         request = Request(prompt, drawn.randint(1, 16))
         self.requests.append(request)
         caches, count = (self.memory.find(request.prompt) if self.whole else None) or (None, 0)
@@ -157,7 +164,7 @@ def play(numbers: range) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whatever_happens_to_an_engine_each_sequence_has_the_tokens_that_it_has_alone(part: int) -> None:
-    preempted, reused = play(range(part, HISTORIES, PARTS))
+    preempted, reused = play(range(HISTORIES)[part::PARTS])
     assert preempted > 0
     assert reused > 0
 

@@ -22,15 +22,15 @@ def server() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
         pytest.skip("needs Debian's chromium and chromium-driver: apt-get install chromium chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: make test-all installs it")
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = chromium
+    options.binary_location = program
     switches = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync")
     for switch in (*switches, "disable-background-networking", "disable-component-update"):
         options.add_argument(f"--{switch}")
@@ -39,3 +39,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     started = webdriver.Chrome(options=options, service=Service(driver))
     yield started
     started.quit()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Any]:
+    """Each test begins with an empty log and leaves no page that asks a server."""
+    yield chromium
+    chromium.get("about:blank")
+    chromium.get_log("browser")
