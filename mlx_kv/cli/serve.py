@@ -97,7 +97,8 @@ class ServerSettings:
         option="--allowed-origins",
         multiple=True,
         metavar="ORIGIN,...",
-        help="Sites with pages that may use the server: https://example.com, or * for all; by default no site may.",
+        help="Sites with pages that may use the server: https://example.com, http://localhost:*, "
+        "vscode-webview://*, or * for all; by default no site may.",
     )
     ssl_certfile: Path | None = setting(
         None, option="--ssl-certfile", kind=LEADERS_FILE, metavar="FILE", help="Certificate for TLS (https)."
@@ -143,6 +144,13 @@ class ServerSettings:
     )
     strict: bool = setting(
         False, option="--strict", help="Refuse requests with unknown fields, instead of ignoring them."
+    )
+    keep_client_headers: bool = setting(
+        False,
+        option="--keep-client-headers",
+        summary="Keep Claude Code's first line in prompts.",
+        help="Keep the line that Claude Code puts before each prompt (x-anthropic-billing-header), which is left out "
+        "otherwise: it differs from request to request, and nothing after it could be reused.",
     )
     max_batch_size: int = setting(
         16,
@@ -394,6 +402,7 @@ def serve(
         max_tokens=server.max_tokens,
         strict=server.strict,
         template=server.chat_template_args or {},
+        client_headers=server.keep_client_headers,
     )
     certificates = None
     if server.ssl_certfile is not None:

@@ -66,7 +66,8 @@ from mlx_kv.server.rows import policy_name
 from mlx_kv.server.worker import Worker
 
 HOST_NAME = re.compile(r"\*|(\*\.)?[^\s*/:?#@\\\[\]]+")
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+", re.IGNORECASE)
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
+DEFAULT_PORT = re.compile(r"^(?:http://.*(:80)|https://.*(:443))$", re.IGNORECASE)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PAGE = Path(__file__).with_name("page.html")  # shows /memory
 CHAT_PAGE = Path(__file__).with_name("chat.html")  # a chat in the browser, through /v1/chat/completions
@@ -103,7 +104,7 @@ class AccessRules:
         host: the address to listen on, which is an allowed name. Where it is all addresses of this machine (0.0.0.0 or
             ::), any IP address is allowed (no site can have one as its name), and the name of this machine.
         hosts: names allowed besides that and the loopback names; "*" allows all, "*.example.com" its subdomains.
-        origins: sites with access, as "https://example.com"; "*" allows all.
+        origins: sites with access, as "https://example.com"; "*" in one stands for any letters, and alone allows all.
 
     Raises:
         ValueError: a name or origin that no browser could send.
@@ -122,8 +123,12 @@ class AccessRules:
         for origin in origins:
             if not ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin: write scheme and host, as in https://example.com")
+            if origin.lower().startswith("http") and (default := DEFAULT_PORT.search(origin)):
+                port = default[1] or default[2]
+                raise ValueError(f"{origin!r} has its scheme's port, which browsers leave out: leave out {port}")
         self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in server_names], *names)))
-        self._origins = [origin.lower() for origin in origins]
+        patterns = [re.escape(origin.lower()).replace(r"\*", "[^/@]*") for origin in origins]
+        self._origins = re.compile("|".join(patterns)) if patterns else None
 
     @property
     def allowed_names(self) -> str:
@@ -151,10 +156,11 @@ class AccessRules:
 
             return check
 
-        if not self._origins:
+        if self._origins is None:
             return [Middleware(with_access)]
         options: Any = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "expose_headers": [HEADER]}
-        return [Middleware(with_access), Middleware(CORSMiddleware, allow_origins=self._origins, **options)]
+        options |= {"allow_origin_regex": f"(?i:{self._origins.pattern})", "allow_private_network": True}
+        return [Middleware(with_access), Middleware(CORSMiddleware, **options)]
 
     def check(self, headers: Headers) -> None:
         """Raises ApiError, 403, for another host name or a page of another site."""
@@ -170,7 +176,8 @@ class AccessRules:
                 f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
         same_site = origin is not None and origin.lower().partition("://")[2] == host.lower()
-        if origin is not None and not same_site and not {ANY, origin.lower()} & set(self._origins):
+        listed = self._origins is not None and origin is not None and self._origins.fullmatch(origin.lower())
+        if origin is not None and not same_site and not listed:
             raise ApiError(
                 403, f"pages of {origin[:200]!r} may not use this server: start it with --allowed-origins ORIGIN", None,
                 "origin_not_allowed",

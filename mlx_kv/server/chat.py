@@ -15,6 +15,7 @@ from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
 Messages = list[dict[str, Any]]
+CHAT_ROLES = {"developer": "system", "function": "tool"}  # what some clients name otherwise
 
 # --- content of messages ----------------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ class Call:
     """A call of the assistant.
 
     Attributes:
-        arguments: JSON of an object.
+        arguments: JSON of an object. Otherwise a template gets the call as a text.
     """
 
     call_id: str
@@ -46,9 +47,12 @@ class Call:
     arguments: str
 
     @classmethod
-    def of(cls, call_id: str, name: str, arguments: dict[str, Any]) -> Call:
-        """A call with its arguments as an object."""
-        return cls(call_id, name, json.dumps(arguments, ensure_ascii=False))
+    def of(cls, call_id: str, name: str, arguments: Any) -> Call:
+        """A call with the arguments that a client has sent."""
+        parsed = parse_arguments(arguments)
+        if parsed is None and isinstance(arguments, str):
+            return cls(call_id, name, arguments)
+        return cls(call_id, name, json.dumps(arguments if parsed is None else parsed, ensure_ascii=False))
 
     def as_chat(self) -> dict[str, Any]:
         """An element of `tool_calls`."""
@@ -74,10 +78,44 @@ class Result:
         return message if self.name is None else message | {"name": self.name}
 
 
+def parse_arguments(value: Any) -> dict[str, Any] | None:
+    """Arguments of a call as an object; None for anything else that a model or a client may have written.
+
+    Args:
+        value: the object, JSON of it, or JSON of a text that is JSON of it; none and an empty text are no arguments.
+    """
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value or "{}")
+            except (ValueError, RecursionError):
+                return None
+    return {} if value is None else value if isinstance(value, dict) else None
+
+
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call as an object; what a model wrote may be another JSON value."""
-    parsed = json.loads(arguments or "{}")
-    return parsed if isinstance(parsed, dict) else {"arguments": parsed}
+    """Arguments of a call as an object, for an answer that has to have one."""
+    parsed = parse_arguments(arguments)
+    return {"arguments": json.loads(arguments)} if parsed is None else parsed
+
+
+class OpenCalls:
+    """Calls without a result, in a conversation whose results may leave out the call's id or the function's name."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+
+    def add(self, calls: Sequence[Call]) -> None:
+        """The calls of the next message; results of earlier ones are no longer expected."""
+        self._calls = list(calls) or self._calls
+
+    def result(self, call_id: str, text: str, name: str) -> Result:
+        """The result of one of them: with this id, or of this function, or of the first."""
+        for call in self._calls:
+            if call_id in ("", call.call_id) and name in ("", call.name):
+                self._calls.remove(call)
+                return Result(call.call_id, text, call.name)
+        return Result(call_id or "call_0", text, name or None)
 
 
 Part: TypeAlias = Text | Reasoning | Call | Result
@@ -97,14 +135,14 @@ class Message:
         if results and not content:
             return results
         calls = [part.as_chat() for part in self.parts if isinstance(part, Call)]
-        message: dict[str, Any] = {"role": self.role, "content": content}
+        message: dict[str, Any] = {"role": CHAT_ROLES.get(self.role, self.role), "content": content}
         message |= {"reasoning": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
         return [*results, message]
 
     def text(self, kind: type[Text] | type[Reasoning]) -> str:
-        """All parts of a kind, joined."""
-        return "".join(part.text for part in self.parts if isinstance(part, kind))
+        """All parts of a kind, each in lines of its own."""
+        return "\n".join(part.text for part in self.parts if isinstance(part, kind) and part.text)
 
 
 def as_chat(messages: Sequence[Message]) -> Messages:

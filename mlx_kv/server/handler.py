@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_lm.server import convert_chat, process_message_content
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import LeadIn
 from mlx_kv.generation.sequence import FIRST_EXPECTED
@@ -42,6 +40,7 @@ from mlx_kv.server.output import (
     marks_of,
 )
 from mlx_kv.server.requests import CompletionRequest, Limits, RequestRules, UnknownFields
+from mlx_kv.server.templates import ChatTemplate
 from mlx_kv.server.worker import Worker
 
 ANY = "*"
@@ -280,7 +279,8 @@ class RequestHandler:
 
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict))
+        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict), limits.client_headers)
+        self._template = ChatTemplate(worker.models.tokenizer, limits.template)
         self._texts = TokenTexts(worker.models.tokenizer)
         self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         # Tokenizers are fast, but a long prompt in the event loop would delay the tokens of other requests.
@@ -343,9 +343,9 @@ class RequestHandler:
         return await asyncio.wrap_future(encoding)
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
-        tokenizer = self._worker.models.tokenizer
         if request.chat:
-            return [encode_chat(tokenizer, request, self._rules.unknown, self._limits.template)]
+            return [self._encode_chat(request)]
+        tokenizer = self._worker.models.tokenizer
         try:
             return [
                 encode_prompt(tokenizer, each) if isinstance(each, str) else token_ids(each, self._worker.vocabulary)
@@ -353,6 +353,28 @@ class RequestHandler:
             ]
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
+
+    def _encode_chat(self, request: CompletionRequest) -> list[int]:
+        """Token ids of a chat. Raises ApiError for one that the template refuses, and for tools where they are."""
+        tokenizer, unknown = self._worker.models.tokenizer, self._rules.unknown
+        if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
+            if unknown.strict:
+                raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
+            unknown.log_once(
+                "tools", "requests have tools, but this model writes no calls that mlx-lm can parse: it may not call"
+            )
+        elif request.tools and not self._template.tools:
+            unknown.log_once("tools", "requests have tools, and the chat template leaves them out: it may not call")
+        settings = {**request.hints, **request.template}
+        if request.template and not tokenizer.has_chat_template:
+            problem = "this model has no chat template, so it takes no chat_template_kwargs"
+            raise ApiError(400, f"{problem}: leave them out", "chat_template_kwargs")
+        try:
+            return self._template.encode(
+                request.messages, request.continues, request.roles, tools=request.tools or None, **settings
+            )
+        except Exception as error:  # chat templates are programs, and raise any error
+            raise ApiError(400, str(error)[:500], "messages") from error
 
     def _max_tokens(self, request: CompletionRequest, tokens: list[int]) -> int:
         """The maximum number of tokens of an answer. Raises ApiError for a prompt that does not fit."""
@@ -412,49 +434,6 @@ class RequestHandler:
         prompt = request.prompts[place]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(job.tokens)
         return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
-
-
-def encode_chat(
-    tokenizer: Any, request: CompletionRequest, unknown: UnknownFields, template: Mapping[str, Any]
-) -> list[int]:
-    """The tokens of a chat, up to the beginning of the answer.
-
-    Without a chat template, the tokens are those of `mlx_lm.server`.
-
-    Args:
-        unknown: for tools that the model cannot call in a form that mlx-lm can parse.
-        template: settings of the chat template that the request leaves out.
-
-    Raises:
-        ApiError: 400, for messages that the template refuses, or tools where they are refused.
-    """
-    if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
-        if unknown.strict:
-            raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
-        unknown.log_once(
-            "tools", "requests have tools, but this model writes no calls that mlx-lm can parse: it may not call"
-        )
-    try:
-        messages = copy.deepcopy(request.messages)
-        for function in (call["function"] for message in messages for call in message.get("tool_calls") or ()):
-            function["arguments"] = function["arguments"] or "{}"
-        for message in messages:  # templates read either name; answers have the first, as mlx_lm.server's do
-            reasoning = message.get("reasoning") or message.get("reasoning_content")
-            if isinstance(reasoning, str):
-                message["reasoning"] = message["reasoning_content"] = reasoning
-        process_message_content(messages)
-        if not tokenizer.has_chat_template:
-            if request.template:
-                raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
-            beginning = f" {messages.pop()['content']}" if request.continues else ""
-            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + beginning)]
-        settings = {**template, **request.hints, **request.template}
-        return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **settings)
-    except TemplateError as error:
-        raise ApiError(400, str(error), "messages") from error
-    except Exception as error:  # chat templates are programs, and raise any error
-        problem = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
-        raise ApiError(400, problem[:500], "messages") from error
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -391,7 +392,10 @@ def _strict_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
         try:
             parsed = parser(text, tools)
             calls = [dict(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-            named = [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            named = [
+                {"id": uuid.uuid4().hex[:9], **call, "name": str(call["name"]), "arguments": call.get("arguments", {})}
+                for call in calls  # nine letters and digits: of other ids some chat templates would refuse the call
+            ]
             return list(read_json(json_bytes(named)))  # NaN and the like are not JSON, so they are not a call
         except Exception as error:  # of any kind: the text is a model's
             raise ValueError(f"no tool call: {type(error).__name__}") from error

@@ -8,9 +8,10 @@ the same meaning; invalid schemas and grammars are found when they are compiled.
 
 from __future__ import annotations
 
-import json
+import base64
+import io
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -90,6 +91,14 @@ class UnknownFields:
         if name not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(name)
             log.warning("%s", line)
+
+
+_left_out = UnknownFields()  # of all requests
+
+
+def leave_out(what: str, why: str = "this server has none") -> None:
+    """Logs what requests have and no prompt: once."""
+    _left_out.log_once(what, f"requests have {what}, which are left out: {why}")
 
 
 class FieldError(ValueError):
@@ -188,7 +197,16 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
 # --- types of fields --------------------------------------------------------------------------------------------------
 
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-NOT_TEXT = "is not text: only text is supported"
+TEXT_KINDS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+PART_NOUNS = {  # by their types in all dialects
+    **dict.fromkeys(("image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("input_audio", "audio_url"), "audio"),
+    **dict.fromkeys(("input_file", "document"), "file"),
+    "video_url": "video",
+    "None": "part",
+}
+LINE = "\n"  # between the parts of a content that are paragraphs
+IMAGE_HEAD = 2**18  # characters of an image's base64, a multiple of 4, in which its size is looked for
 
 
 def unicode_text(value: str) -> str:
@@ -223,61 +241,82 @@ def unsupported(*accepted: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def read_parts(
-    parts: Sequence[Any], kinds: Collection[str] = ("text",), refusal: str = NOT_TEXT, located: bool = True
-) -> list[str]:
-    """Texts of the parts of a content. This place refuses images and other parts without text, for all dialects.
+def read_parts(parts: Sequence[Any], gap: str = "", located: bool = True) -> str:
+    """The text of a content, which is a list of parts.
 
     Args:
-        kinds: types of parts that have text.
-        refusal: the error, as in `FieldError`.
-        located: whether the error names the place of the part.
+        gap: between two parts.
+        located: whether an error names the place of the part.
     """
     texts = []
     for index, part in enumerate(parts):
-        # A type that is an array or an object is in no set.
-        kind = str(part.get("type")) if isinstance(part, dict) else ""
-        text = part.get("refusal" if kind == "refusal" and "refusal" in part else "text") if kind in kinds else None
-        if not isinstance(text, str):
-            raise FieldError(refusal, f"[{index}]" if located else "")
-        texts.append(unicode_text(text))
-    return texts
+        try:
+            texts.append(part_text(part))
+        except FieldError as error:
+            error.at = f"[{index}]{error.at}" if located else ""
+            raise
+    return gap.join(texts)
 
 
-def joined_text(kinds: Collection[str] = ("text",)) -> BeforeValidator:
-    """A field with a text, or a list of parts with text of these types, as one text."""
+def part_text(part: Any) -> str:
+    """The text of a part; of one without a text, what it is: it would otherwise end a conversation that has it."""
+    if not isinstance(part, dict):
+        raise FieldError(f"is a JSON {json_kind(part)}: send a part, which is an object")
+    kind, source = str(part.get("type")), part.get("source")
+    for name in ("text", "thinking", "refusal"):
+        if isinstance(text := part.get(name), str):
+            return unicode_text(text)
+    if kind in TEXT_KINDS:
+        raise FieldError("has no text: send one")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return unicode_text(str(source.get("data")))
+    if isinstance(content := part.get("content"), list) and kind == "search_result":
+        return unicode_text(f"{part.get('title')}\n{part.get('source')}\n{read_parts(content, LINE)}")
+    noun = PART_NOUNS.get(kind, kind.replace("_", " ")[:40])
+    leave_out(f"parts of the kind {noun!r}", "this model reads text")
+    width, height = image_size(part) if noun == "image" else (0, 0)
+    size = f", {width:,} by {height:,} pixels" if width else ""
+    return unicode_text(f"[{noun}{size}, not shown: this model reads text]")
+
+
+def image_size(part: Mapping[str, Any]) -> tuple[int, int]:
+    """Width and height of an image in a part; zeros where they are unknown: by its URL alone, or without Pillow."""
+    image, source = part.get("image_url"), part.get("source")
+    url = image.get("url") if isinstance(image, dict) else image
+    data = source.get("data") if isinstance(source, dict) else str(url).partition(";base64,")[2]
+    try:
+        from PIL import Image
+
+        head = base64.b64decode(str(data)[:IMAGE_HEAD], validate=True)
+        return Image.open(io.BytesIO(head)).size  # reads the header alone
+    except (ImportError, OSError, ValueError):
+        return 0, 0
+
+
+def joined_text(gap: str = "") -> BeforeValidator:
+    """A field with a text, or a list of parts, as one text.
+
+    Args:
+        gap: between two parts.
+    """
 
     def join(value: Any) -> str:
         if isinstance(value, str):
             return unicode_text(value)
         if not isinstance(value, list):
             raise FieldError(f"is a JSON {json_kind(value)}: send a text, or a list of parts")
-        return "".join(read_parts(value, kinds))
+        return read_parts(value, gap)
 
     return BeforeValidator(join)
 
 
-def check_role(role: Any) -> None:
-    """Checks the role of a message."""
+def check_role(role: Any) -> Any:
+    """The role of a message."""
     if not isinstance(role, str):
         raise FieldError("has no role: send one")
     if role not in ROLES:
         raise FieldError(f"is {role[:80]!r}: send one of {', '.join(ROLES)}", ".role")
-
-
-def check_arguments(value: Any) -> Any:
-    """Checks arguments of a call: an object, or JSON of one."""
-    if value is None:
-        raise FieldError('is missing: send them as a JSON object in a string, "{}" if there are none')
-    parsed = value
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value or "{}")  # some clients send an empty string where there are no arguments
-        except (ValueError, RecursionError) as error:
-            raise FieldError(f"is not JSON: {error}"[:300]) from None
-    if not isinstance(parsed, dict):
-        raise FieldError(f"is a JSON {json_kind(parsed)}: send an object")
-    return value
+    return role
 
 
 # --- structured output ------------------------------------------------------------------------------------------------
@@ -404,18 +443,28 @@ class ToolChoice(NamedTuple):
         return grammars.calls(
             [
                 grammars.Function(
-                    function["name"], function.get("parameters") or NO_ARGUMENTS, function.get("strict") is not True
+                    function["name"],
+                    _of_object(function.get("parameters") or NO_ARGUMENTS),
+                    function.get("strict") is not True,
                 )
                 for function in functions
             ]
         )
 
 
+def _of_object(parameters: Any) -> Any:
+    """A schema of arguments, which are an object also where it does not say so."""
+    kinds = {"type", "$ref", "allOf", "anyOf", "oneOf"}
+    return (
+        parameters if not isinstance(parameters, dict) or kinds & parameters.keys() else parameters | {"type": "object"}
+    )
+
+
 def parse_tool_choice(value: Any) -> ToolChoice:
     """OpenAI's field, of chats or of responses. Raises `FieldError`."""
     if value in ("auto", "none", "required"):
         return ToolChoice(value)
-    if isinstance(value, dict) and value.get("type") == "function":
+    if isinstance(value, dict) and value.get("type") in ("function", "custom"):
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
@@ -552,6 +601,7 @@ class Limits:
         max_tokens: for requests that leave it out.
         strict: whether requests with unknown fields are refused.
         template: settings of the chat template, for requests that leave them out.
+        client_headers: whether lines that clients write for their own servers stay in prompts.
     """
 
     body_bytes: int = 4 * 2**20
@@ -561,14 +611,16 @@ class Limits:
     max_tokens: int = 512
     strict: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
+    client_headers: bool = False
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The server's settings for requests: sampling by default, and unknown fields."""
+    """The server's settings for requests: sampling by default, unknown fields, and `Limits.client_headers`."""
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     unknown: UnknownFields = field(default_factory=UnknownFields)
+    client_headers: bool = False
 
 
 def _penalty(value: float | None) -> float | None:
@@ -632,8 +684,8 @@ class GenerationBody(SamplingFields):
         changes = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if changes.get("top_k") == -1:  # as some clients write "all"
             changes["top_k"] = 0
-        if "seed" in changes:
-            changes["seed"] %= 2**64
+        if changes.get("seed", 0) < 0:  # as clients write a random one
+            changes["seed"] = None
         constraint = self.constraint_field(response_format)
         return CompletionRequest(
             model=self.model,

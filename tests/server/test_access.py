@@ -92,6 +92,30 @@ def test_names_that_are_let_in() -> None:
     for bad in ("example.com", "https://example.com/", "https://"):
         with pytest.raises(ValueError, match="is not an origin"):
             AccessRules(origins=[bad])
+    for bad in ("http://localhost:80", "https://example.com:443"):
+        with pytest.raises(ValueError, match="browsers leave out"):
+            AccessRules(origins=[bad])
+    sites = AccessRules(
+        origins=["http://localhost:*", "https://*.good.example", "vscode-webview://*", "HTTPS://One.example"]
+    )
+    for origin in (
+        "http://localhost:5173",
+        "https://a.b.good.example",
+        "vscode-webview://1a2b",
+        "https://one.example",
+    ):
+        assert has(sites, "127.0.0.1", origin), origin
+    for origin in (
+        "https://localhost:5173",
+        "http://localhost",
+        "https://good.example",
+        "https://good.example.evil",
+        "https://evilgood.example",
+        "http://localhost:1/evil",
+        "null",
+    ):
+        assert not has(sites, "127.0.0.1", origin), origin
+    assert has(AccessRules(origins=["*"]), "localhost", "null")
 
 
 def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
@@ -119,11 +143,13 @@ def test_sites_that_are_let_in() -> None:
             "Origin": "https://good.example",
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization, content-type",
+            "Access-Control-Request-Private-Network": "true",
         }
         preflight = server.http.options("/v1/completions", headers=asks)
         assert preflight.status_code == 200
         assert preflight.headers["Access-Control-Allow-Origin"] == "https://good.example"
         assert "authorization" in preflight.headers["Access-Control-Allow-Headers"]
+        assert preflight.headers["Access-Control-Allow-Private-Network"] == "true"
         headers = {"Origin": "https://good.example", "Authorization": "Bearer a-key"}
         answer = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
         assert answer.status_code == 200

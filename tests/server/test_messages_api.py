@@ -116,7 +116,7 @@ def test_blocks_become_messages_of_a_chat() -> None:
     request = messages(body, RequestRules()).request
     function = {"name": "look", "arguments": '{"at": "é"}'}
     assert request.messages == [
-        {"role": "system", "content": "AB"},
+        {"role": "system", "content": "A\nB"},
         {"role": "user", "content": "look"},
         {
             "role": "assistant",

@@ -194,8 +194,11 @@ def test_options_are_honoured(client: ollama.Client, reasoner: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/api/chat", {"messages": [{**ASKED[0], "images": ["aGk="]}]}, "messages[0].images has images, and this"),
-        ("/api/generate", {"prompt": "a", "images": ["aGk="]}, "images has images, and this server's model reads text"),
+        (
+            "/api/chat",
+            {"messages": [{**ASKED[0], "images": "aGk="}]},
+            "messages[0].images is a JSON string",
+        ),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, "suffix is not supported by this server: leave it out"),
         ("/api/generate", {"prompt": "a", "format": "yaml"}, 'format is not a format: send "json", or a JSON schema'),
         ("/api/generate", {"prompt": "a", "options": {"num_predict": -3}}, "num_predict is -3: send at least -2"),

@@ -181,7 +181,7 @@ def test_items_become_messages_of_a_chat() -> None:
     ]
     called = [{"id": str(n), "type": "function", "function": {"name": "look", "arguments": "{}"}} for n in (1, 2)]
     assert ResponsesDialect(Conversations())({"input": items}, RequestRules()).request.messages == [
-        {"role": "developer", "content": "A"},
+        {"role": "system", "content": "A"},
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": "Well.", "reasoning": "hm", "tool_calls": called},
         {"role": "tool", "tool_call_id": "1", "content": "no"},
@@ -214,7 +214,7 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [7]}, "input[0] is a JSON number"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
     ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role is"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is not text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0] has no text"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id is missing"),
     ({"max_output_tokens": 0}, "max_output_tokens is 0: send at least 1"),
     ({"background": True}, "background is not supported"),

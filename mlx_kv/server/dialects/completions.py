@@ -8,22 +8,20 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.server import requests
-from mlx_kv.server.chat import Messages, Tool
+from mlx_kv.server import chat, requests
+from mlx_kv.server.chat import Tool
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import ApiError, event
 from mlx_kv.server.output import Choice, Delta, OutputWriter, TokenText, Usage
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 MAX_PROMPTS, MAX_ANSWERS = 1024, 128
-# Fields of an assistant's message that may take the place of its content.
-INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
+REASONING = ("reasoning", "reasoning_content")  # fields of an assistant's message
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 TopLogprobs = Annotated[int, Field(ge=0, le=requests.MAX_TOP_LOGPROBS)]
@@ -92,48 +90,69 @@ class CompletionBody(OpenAIFields):
         return self.add_openai_fields(request)
 
 
-class CalledFunction(TypedDict):
+class CalledFunction(Body):
     """The function of a call, and its arguments."""
 
-    name: str
-    arguments: Annotated[Any, AfterValidator(requests.check_arguments)]
+    name: Text
+    arguments: Any = None
 
 
-class Call(TypedDict):
+class Call(Body):
     """A call in a message of the assistant."""
 
+    id: Text = ""
     function: CalledFunction
 
 
-class Message(TypedDict, total=False):
+class Message(Body):
     """A message of a chat, of which a chat template may read more fields than these."""
 
-    role: Any
-    content: Any
-    reasoning: Any
-    reasoning_content: Any
-    tool_calls: (
-        Annotated[
-            list[Annotated[Call, BeforeValidator(lambda call: call if isinstance(call, dict) else {})]],
-            Field(fail_fast=True),
-        ]
-        | None
-    )
+    model_config = ConfigDict(extra="allow")
+    role: Annotated[Any, AfterValidator(requests.check_role)] = None
+    content: Annotated[str, requests.joined_text()] = ""
+    tool_calls: list[Call] = Field(default_factory=list, fail_fast=True)
+    function_call: CalledFunction | None = None  # OpenAI's before tools
+    tool_call_id: Text = ""
+    name: Any = None
 
-
-def _check_message(message: Message) -> Message:
-    role, content = message.get("role"), message.get("content")
-    requests.check_role(role)
-    if content is None or content == []:
-        if role != "assistant" or not any(message.get(name) for name in INSTEAD):
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        instead = self.tool_calls or self.function_call or any((self.model_extra or {}).get(name) for name in REASONING)
+        if "content" not in self.model_fields_set and not (self.role == "assistant" and instead):
             raise FieldError("is missing: send a text", ".content")
-        content = ""
-    if isinstance(content, str):
-        requests.unicode_text(content)
-    else:
-        parts = content if isinstance(content, list) else [None]
-        requests.read_parts(parts, refusal="has a content that is not text: only text is supported", located=False)
-    return message
+        return self
+
+    def calls(self, place: int) -> list[chat.Call]:
+        """Its calls; those without an id get one by the place of the message."""
+        calls = self.tool_calls or ([Call(function=self.function_call)] if self.function_call else [])
+        return [
+            chat.Call.of(each.id or f"call_{place}_{n}", each.function.name, each.function.arguments)
+            for n, each in enumerate(calls)
+        ]
+
+
+def conversation(messages: Sequence[Message]) -> chat.Messages:
+    """The messages with the content that all dialects have; other fields stay, which chat templates read."""
+    found: chat.Messages = []
+    open_calls = chat.OpenCalls()
+    for place, message in enumerate(messages):
+        role = chat.CHAT_ROLES.get(message.role, message.role)
+        fields = (message.model_extra or {}) | ({} if message.name is None else {"name": message.name})
+        calls = message.calls(place) if role == "assistant" else []
+        open_calls.add(calls)
+        if role == "tool":
+            name = message.name if isinstance(message.name, str) else ""
+            result = open_calls.result(message.tool_call_id, message.content, name)
+            fields["tool_call_id"] = result.call_id
+        found.append(
+            {
+                **fields,
+                "role": role,
+                "content": message.content,
+                **({"tool_calls": [call.as_chat() for call in calls]} if calls else {}),
+            }
+        )
+    return found
 
 
 def _roles(roles: dict[str, Any]) -> dict[str, str]:
@@ -147,11 +166,7 @@ def _roles(roles: dict[str, Any]) -> dict[str, str]:
 class ChatBody(requests.ChatFields, OpenAIFields):
     """A request for chat completions."""
 
-    messages: Annotated[
-        list[Annotated[Message, AfterValidator(_check_message)]],
-        Field(min_length=1, fail_fast=True),
-        requests.Unchanged,
-    ]
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     tools: Annotated[list[Tool], Field(fail_fast=True), requests.Unchanged] = Field(default_factory=list)
     tool_choice: Annotated[requests.ToolChoice, PlainValidator(requests.parse_tool_choice)] = requests.ToolChoice()
     parallel_tool_calls: bool = True
@@ -164,7 +179,7 @@ class ChatBody(requests.ChatFields, OpenAIFields):
         """The request of this body."""
         response_format = requests.ConstraintField("response_format", self.response_format)
         request = self.chat_request(
-            rules, cast(Messages, self.messages), self.tools, self.tool_choice, response_format, self.reasoning_effort
+            rules, conversation(self.messages), self.tools, self.tool_choice, response_format, self.reasoning_effort
         )
         request.max_tokens = self.max_completion_tokens or self.max_tokens
         request.roles = self.role_mapping

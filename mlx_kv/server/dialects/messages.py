@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat, requests
@@ -16,11 +16,9 @@ from mlx_kv.server.output import Block, Blocks, Change, Choice, Delta, Event, Ou
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-BLOCKS = {  # by the role of the message
-    "user": ("text", "tool_result", "redacted_thinking"),
-    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
-    "system": ("text", "redacted_thinking"),
-}
+ROLES = ("user", "assistant", "system")
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+CLIENT_HEADER = "x-anthropic-billing-header:"  # the first line of prompts of Claude Code, which differs in each request
 
 # --- blocks of messages -----------------------------------------------------------------------------------------------
 
@@ -65,11 +63,30 @@ class ToolResultBlock(Body):
     """The result of a call."""
 
     tool_use_id: Text
-    content: Annotated[str, requests.joined_text()] = ""
+    content: Annotated[str, requests.joined_text(requests.LINE)] = ""
     is_error: bool = False
 
     def part(self) -> chat.Part:
         return chat.Result(self.tool_use_id, f"error: {self.content}" if self.is_error else self.content)
+
+
+class OtherBlock(Body):
+    """A block without a text, such as an image: the conversation says what it was."""
+
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _describe(cls, value: Any) -> Any:
+        return {"text": requests.part_text(value)}
+
+    def part(self) -> chat.Part:
+        return chat.Text(self.text)
+
+
+def _kind(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return f"{requests.TAG}{kind if kind in BLOCKS else 'other'}"
 
 
 MessageBlock = Annotated[
@@ -77,8 +94,9 @@ MessageBlock = Annotated[
     | Annotated[ThinkingBlock, Tag(f"{requests.TAG}thinking")]
     | Annotated[RedactedBlock, Tag(f"{requests.TAG}redacted_thinking")]
     | Annotated[ToolUseBlock, Tag(f"{requests.TAG}tool_use")]
-    | Annotated[ToolResultBlock, Tag(f"{requests.TAG}tool_result")],
-    Discriminator(lambda block: f"{requests.TAG}{block['type']}"),
+    | Annotated[ToolResultBlock, Tag(f"{requests.TAG}tool_result")]
+    | Annotated[OtherBlock, Tag(f"{requests.TAG}other")],
+    Discriminator(_kind),
 ]
 
 
@@ -90,36 +108,36 @@ class Message(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_blocks(cls, value: Any) -> Any:
+    def _check_role(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         role, content = value.get("role"), value.get("content")
-        if not isinstance(role, str) or role not in BLOCKS:
+        if not isinstance(role, str) or role not in ROLES:
             raise FieldError(f"is {str(role)[:80]!r}: send user or assistant", ".role")
-        if isinstance(content, str):
-            return {"role": role, "content": [{"type": "text", "text": content}]}
-        if not isinstance(content, list) or not content:
-            raise FieldError("is missing or empty: send a text, or blocks", ".content")
-        for index, block in enumerate(content):
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind not in BLOCKS[role]:
-                raise FieldError(
-                    f"is a block of the type {str(kind)[:80]!r}, which messages of {role} cannot have: leave it out",
-                    f".content[{index}]",
-                )
-        return value
+        return {"role": role, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else value
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
 class FunctionTool(Body):
-    """A tool that the client runs."""
+    """A tool that the client runs, and describes."""
 
     name: requests.NonEmptyText
     input_schema: dict[str, Any]
     description: str = ""
     strict: bool | None = None
+
+
+def _with_schema(tools: Any) -> Any:
+    """The tools without those of Anthropic's servers and models, which have a type in place of a schema."""
+    if not isinstance(tools, list):
+        return tools
+    kinds = [isinstance(each, dict) and "input_schema" not in each and each.get("type") for each in tools]
+    for kind in kinds:
+        if isinstance(kind, str) and kind != "custom":
+            requests.leave_out(f"tools of the type {kind[:80]!r}")
+    return [tool for tool, kind in zip(tools, kinds, strict=True) if not isinstance(kind, str) or kind == "custom"]
 
 
 class Choose(Body):
@@ -165,10 +183,13 @@ class CountBody(requests.ChatFields):
     }
     max_tokens: TokenLimit = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    system: Annotated[str, requests.joined_text()] = ""
+    system: Annotated[
+        list[Annotated[str, BeforeValidator(requests.part_text)]],
+        BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
+    ] = Field(default_factory=list, fail_fast=True, description="a text, or blocks")
     temperature: float | None = Field(None, ge=0, le=1)
     stop_sequences: requests.StopList = Field(default_factory=list)
-    tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
+    tools: Annotated[list[FunctionTool], BeforeValidator(_with_schema)] = Field(default_factory=list, fail_fast=True)
     tool_choice: Choose = Choose()
     thinking: Thinking = Thinking()
     output_config: OutputConfig = OutputConfig()
@@ -177,7 +198,10 @@ class CountBody(requests.ChatFields):
         """The chat of this body."""
         if {"stop", "stop_sequences"} <= self.model_fields_set:
             raise ApiError(400, "stop and stop_sequences both end an answer: send one", "stop")
-        system = [chat.Message("system", [chat.Text(self.system)])] if self.system else []
+        texts = self.system
+        if texts and texts[0].startswith(CLIENT_HEADER) and not rules.client_headers:
+            texts = [texts[0].partition("\n")[2].lstrip("\n"), *texts[1:]]
+        system = [chat.Message("system", [chat.Text(text) for text in texts])] if any(texts) else []
         conversation = [chat.Message(each.role, [block.part() for block in each.content]) for each in self.messages]
         messages = chat.as_chat(system + conversation)
         thinks = self.enable_thinking if self.thinking.type == "adaptive" else self.thinking.type == "enabled"

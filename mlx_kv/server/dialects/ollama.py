@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,13 +28,17 @@ SAME = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _no_images(value: Any) -> Any:
-    if value:
-        raise FieldError("has images, and this server's model reads text alone: leave them out")
-    return value
+def _describe(value: Any) -> str:
+    """An image, as base64, in words."""
+    return requests.part_text({"type": "image", "source": {"data": value}})
 
 
-NoImages = Annotated[Any, AfterValidator(_no_images)]
+Images = list[Annotated[str, BeforeValidator(_describe)]]
+
+
+def _whole(value: Any) -> Any:
+    """A number without decimals, which some clients send as 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Options(Body):
@@ -49,7 +53,7 @@ class Options(Body):
             *("tfs_z", "typical_p", "mirostat", "mirostat_eta", "mirostat_tau"),
         }
     )
-    num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
+    num_predict: Annotated[int | None, BeforeValidator(_whole)] = Field(None, ge=-2, le=MAX_TOKENS)
     repeat_penalty: float | None = Field(None, ge=0, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
 
@@ -79,7 +83,7 @@ class OllamaBody(Body):
     stream: bool = True
     format: Annotated[Any, AfterValidator(_format)] = ""
     options: dict[str, Any] = Field(default_factory=dict)
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     keep_alive: Any = None
@@ -121,7 +125,7 @@ class Message(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: Text = ""
     thinking: Text = ""
-    images: NoImages = None
+    images: Images = Field(default_factory=list)
     tool_calls: list[Call] = Field(default_factory=list)
     tool_name: Text = ""
     tool_call_id: Text = ""
@@ -136,22 +140,17 @@ class OllamaChatBody(OllamaBody):
     def chat_messages(self) -> chat.Messages:
         """The messages as OpenAI's, in which calls and their results have ids."""
         messages: list[chat.Message] = []
-        open_calls: list[chat.Call] = []  # without a result
+        open_calls = chat.OpenCalls()
         for place, message in enumerate(self.messages):
-            parts: list[chat.Part] = [chat.Reasoning(message.thinking), chat.Text(message.content)]
+            texts = [chat.Text(text) for text in (message.content, *message.images)]
+            parts: list[chat.Part] = [chat.Reasoning(message.thinking), *texts]
             calls = [
                 chat.Call.of(call.id or f"call_{place}_{n}", call.function.name, call.function.arguments)
                 for n, call in enumerate(message.tool_calls)
             ]
-            open_calls = list(calls) or open_calls
+            open_calls.add(calls)
             if message.role == "tool":
-                call_id, name = message.tool_call_id, message.tool_name
-                for call in open_calls:
-                    if call_id in ("", call.call_id) and name in ("", call.name):
-                        open_calls.remove(call)
-                        call_id, name = call.call_id, call.name
-                        break
-                parts = [chat.Result(call_id or "call_0", message.content, name)]
+                parts = [open_calls.result(message.tool_call_id, message.content, message.tool_name)]
             messages.append(chat.Message(message.role, [*parts, *calls]))
         return chat.as_chat(messages)
 
@@ -170,7 +169,7 @@ class GenerateBody(OllamaBody):
     prompt: Text = ""
     system: Text = ""
     raw: bool = False
-    images: NoImages = None
+    images: Images = Field(default_factory=list)
     suffix: Annotated[Any, requests.unsupported("")] = None
     template: Annotated[Any, requests.unsupported("")] = None
 
@@ -181,7 +180,7 @@ class GenerateBody(OllamaBody):
             logprobs = (self.top_logprobs or 0) if self.logprobs else None
             return CompletionBody.parse(self.fields(unknown) | {"prompt": text, "logprobs": logprobs}, unknown)
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": self.prompt})
+        messages.append({"role": "user", "content": requests.LINE.join([self.prompt, *self.images])})
         return ChatBody.parse(self.chat_fields(unknown) | {"messages": messages}, unknown)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat, requests
@@ -44,8 +44,6 @@ ECHOED: dict[str, Any] = {
 }
 PREFIXES = {chat.Reasoning: "rs", chat.Text: "msg", chat.Call: "fc"}
 MAX_BYTES = 32 * 2**20  # of JSON
-TEXTS = ("input_text", "output_text", "text", "refusal")
-REASONING_TEXTS = ("reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 
 # --- items of the input -----------------------------------------------------------------------------------------------
@@ -55,7 +53,7 @@ class MessageItem(Body):
     """What a user, the assistant or an operator has written."""
 
     role: Any = None
-    content: Annotated[str, requests.joined_text(TEXTS)]
+    content: Annotated[str, requests.joined_text(requests.LINE)]
 
     def message(self) -> chat.Message:
         return chat.Message(self.role, [chat.Text(self.content)])
@@ -64,8 +62,8 @@ class MessageItem(Body):
 class ReasoningItem(Body):
     """What the assistant thought before its next message: in full, or a summary."""
 
-    content: Annotated[str, requests.joined_text(REASONING_TEXTS)] = ""
-    summary: Annotated[str, requests.joined_text(REASONING_TEXTS)] = ""
+    content: Annotated[str, requests.joined_text(requests.LINE)] = ""
+    summary: Annotated[str, requests.joined_text(requests.LINE)] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,44 +76,77 @@ class ReasoningItem(Body):
 
 
 class CallItem(Body):
-    """A call of the assistant."""
+    """A call of the assistant, of any kind of tool that the client runs."""
 
+    model_config = ConfigDict(extra="allow")
+    type: str
     call_id: Text
-    name: Text
-    arguments: Annotated[Text, AfterValidator(requests.check_arguments)]
+    name: Text = ""
+    namespace: Text = ""
+    arguments: Any = None
 
     def message(self) -> chat.Message:
-        return chat.Message("assistant", [chat.Call(self.call_id, self.name, self.arguments)])
+        name, more = self.name or self.type.removesuffix("_call"), self.model_extra or {}
+        arguments = {"input": more["input"]} if "input" in more else more.get("action", self.arguments)
+        return chat.Message("assistant", [chat.Call.of(self.call_id, flat_name(self.namespace, name), arguments)])
 
 
 class CallOutputItem(Body):
     """The result of a call."""
 
     call_id: Text
-    output: Annotated[str, requests.joined_text(TEXTS)]
+    output: Annotated[str, requests.joined_text(requests.LINE)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _any_output(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """The output, or of a tool without one what it has found."""
+        found = {name: each for name, each in value.items() if name not in ("call_id", "id", "status", "type")}
+        return value if value.get("output") is not None else value | {"output": json.dumps(found, ensure_ascii=False)}
 
     def message(self) -> chat.Message:
         return chat.Message("tool", [chat.Result(self.call_id, self.output)])
 
 
+class OtherItem(Body):
+    """What OpenAI's servers have done or written, which no prompt has."""
+
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _describe(cls, value: Any) -> Any:
+        return {"text": requests.part_text(value)}
+
+    def message(self) -> chat.Message:
+        return chat.Message("assistant", [chat.Text(self.text)])
+
+
 def _check_item(item: Any) -> Any:
     if not isinstance(item, dict):
         raise FieldError(f"is a JSON {requests.json_kind(item)}: send an object")
-    kind = item.get("type", "message")
-    if kind not in ("message", "reasoning", "function_call", "function_call_output"):
-        supported = "only messages, reasoning, function_call and function_call_output are supported"
-        raise FieldError(f"is of the type {str(kind)[:80]!r}: {supported}")
-    if kind == "message":
+    if _kind(item) == "message":
         requests.check_role(item.get("role"))
     return item
+
+
+def _kind(item: dict[str, Any]) -> str:
+    """What an item is to a conversation."""
+    kind = str(item.get("type", "message"))
+    if kind in ("message", "reasoning", "function_call", "function_call_output"):
+        return kind
+    if isinstance(item.get("call_id"), str) and kind.endswith(("_call", "_output")):
+        return "function_call_output" if kind.endswith("_output") else "function_call"
+    return "other"
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag(f"{requests.TAG}message")]
     | Annotated[ReasoningItem, Tag(f"{requests.TAG}reasoning")]
     | Annotated[CallItem, Tag(f"{requests.TAG}function_call")]
-    | Annotated[CallOutputItem, Tag(f"{requests.TAG}function_call_output")],
-    Discriminator(lambda item: f"{requests.TAG}{item.get('type', 'message')}"),
+    | Annotated[CallOutputItem, Tag(f"{requests.TAG}function_call_output")]
+    | Annotated[OtherItem, Tag(f"{requests.TAG}other")],
+    Discriminator(lambda item: f"{requests.TAG}{_kind(item)}"),
     BeforeValidator(_check_item),
 ]
 
@@ -123,13 +154,57 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
-    """A tool that the client runs."""
+    """A tool that the client runs.
 
-    type: Literal["function"]
+    Attributes:
+        type: "custom" takes a text, its `input`.
+        namespace: of its name; empty is none.
+    """
+
+    type: Literal["function", "custom"]
     name: requests.NonEmptyText
+    namespace: Text = ""
     description: Any = None
     parameters: Any = None
     strict: Any = None
+
+    @property
+    def flat_name(self) -> str:
+        """The name by which a model calls it."""
+        return flat_name(self.namespace, self.name)
+
+    def as_chat(self) -> chat.Tool:
+        """The tool of a chat."""
+        parameters = TEXT_INPUT if self.type == "custom" else self.parameters
+        return chat.tool(self.flat_name, self.description, parameters, self.strict)
+
+
+# The parameters of a tool that takes a text.
+TEXT_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """The name of a tool in a namespace, for models, which know none."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _client_tools(tools: Any) -> Any:
+    """The tools that clients run, also those in namespaces: without those of OpenAI's servers."""
+    if not isinstance(tools, list):
+        return tools
+    found: list[Any] = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and isinstance(tool.get("tools"), list):
+            inner = [
+                each | {"namespace": tool.get("name")} if isinstance(each, dict) else each for each in tool["tools"]
+            ]
+            found += _client_tools(inner)
+        elif kind in ("function", "custom") or not isinstance(kind, str):
+            found.append(tool)
+        else:
+            requests.leave_out(f"tools of the type {kind[:80]!r}")
+    return found
 
 
 class Reasoning(Body):
@@ -154,7 +229,7 @@ class ResponseBody(requests.ChatFields):
     """A request for a response."""
 
     ignored: ClassVar[frozenset[str]] = requests.ChatFields.ignored | {
-        *("context_management", "max_tool_calls", "prompt_cache_options")
+        *("client_metadata", "context_management", "max_tool_calls", "prompt_cache_options")
     }
     input: Annotated[
         list[Item],
@@ -166,7 +241,7 @@ class ResponseBody(requests.ChatFields):
     store: bool = True
     max_output_tokens: TokenLimit = None
     parallel_tool_calls: bool = True
-    tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
+    tools: Annotated[list[FunctionTool], BeforeValidator(_client_tools)] = Field(default_factory=list, fail_fast=True)
     tool_choice: Annotated[requests.ToolChoice, PlainValidator(requests.parse_tool_choice)] = requests.ToolChoice()
     reasoning: Reasoning = Reasoning()
     text: TextSettings = TextSettings()
@@ -187,7 +262,7 @@ class ResponseBody(requests.ChatFields):
         if self.truncation != "disabled":
             rules.unknown.no_effect("truncation", "a conversation that is too long is refused, not cut")
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        tools = [chat.tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in self.tools]
+        tools = [tool.as_chat() for tool in self.tools]
         response_format = requests.ConstraintField("text.format", self.text.format)
         request = self.chat_request(
             rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort
@@ -260,6 +335,7 @@ class ResponseWriter(OutputWriter):
     Args:
         fields: of the request.
         messages: of the chat so far, without instructions.
+        tools: of the request, by the names by which models call them.
         conversations: where it is stored; None stores it nowhere.
     """
 
@@ -267,10 +343,12 @@ class ResponseWriter(OutputWriter):
         self,
         fields: dict[str, Any],
         messages: list[dict[str, Any]],
+        tools: dict[str, FunctionTool],
         model: str,
         conversations: Conversations | None,
     ) -> None:
         self._messages, self._conversations, self._blocks = messages, conversations, Blocks()
+        self._tools = tools
         self._ids: dict[int, str] = {}  # of items, by their index
         self._number = 0  # of events
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of texts, by their index
@@ -339,9 +417,12 @@ class ResponseWriter(OutputWriter):
         name = self._ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{uuid.uuid4().hex}")
         item = {"id": name, "status": status}
         if block.kind is chat.Call:
-            return item | {
-                "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text or "",
-            }  # fmt: skip
+            tool = self._tools.get(block.name)
+            named = {"call_id": block.call_id, "name": tool.name if tool else block.name}
+            named |= {"namespace": tool.namespace} if tool and tool.namespace else {}
+            if tool is not None and tool.type == "custom":
+                return item | named | {"type": "custom_tool_call", "input": _input(text or "")}
+            return item | named | {"type": "function_call", "arguments": text or ""}
         content = [] if text is None else [self._part(block, text)]
         if block.kind is chat.Reasoning:
             return item | {"type": "reasoning", "summary": [], "content": content}
@@ -366,15 +447,28 @@ class ResponseWriter(OutputWriter):
             if block.kind is chat.Text:
                 logprobs["logprobs"], self._pending_logprobs = self._pending_logprobs, []
                 self._logprobs.setdefault(block.index, []).extend(logprobs["logprobs"])
-            return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
+            delta = _input(text) if self._takes_text(block) else text
+            return self._event(f"{self._name(block)}.delta", **of, delta=delta, **logprobs)
         self._statuses[block.index] = status = "incomplete" if self._truncated else "completed"
-        if block.kind is chat.Call:
-            data = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
+        if self._takes_text(block):
+            data = self._event(f"{self._name(block)}.done", **of, input=_input(block.text))
+        elif block.kind is chat.Call:
+            data = self._event(f"{self._name(block)}.done", **of, name=block.name, arguments=block.text)
         else:
             logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind is chat.Text else {}
-            data = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
+            data = self._event(f"{self._name(block)}.done", **of, text=block.text, **logprobs)
             data += self._event("response.content_part.done", **of, part=self._part(block, block.text))
         return data + self._event("response.output_item.done", **at, item=self._item(block, status, block.text))
+
+    def _takes_text(self, block: Block) -> bool:
+        """Whether a block is a call of a custom tool. Calls come as a whole."""
+        tool = self._tools.get(block.name) if block.kind is chat.Call else None
+        return tool is not None and tool.type == "custom"
+
+    def _name(self, block: Block) -> str:
+        """Of the events in which it grows."""
+        names = {chat.Call: "function_call_arguments", chat.Text: "output_text", chat.Reasoning: "reasoning_text"}
+        return f"response.{'custom_tool_call_input' if self._takes_text(block) else names[block.kind]}"
 
     def _part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind is chat.Reasoning:
@@ -387,10 +481,10 @@ class ResponseWriter(OutputWriter):
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-def _name(block: Block) -> str:
-    """Of the events in which it grows."""
-    names = {chat.Call: "function_call_arguments", chat.Text: "output_text", chat.Reasoning: "reasoning_text"}
-    return f"response.{names[block.kind]}"
+def _input(arguments: str) -> str:
+    """The text that a custom tool takes: of its arguments, or what was written instead."""
+    text = (chat.parse_arguments(arguments) or {}).get("input")
+    return text if isinstance(text, str) else arguments
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -424,7 +518,8 @@ class ResponsesDialect:
         request = parsed.completion_request(rules, messages)
         conversations = self._conversations if parsed.store else None
         echoed = {name: value for name, value in body.items() if value is not None and name != "truncation"}
-        return ParsedRequest(request, lambda model: ResponseWriter(echoed, messages, model, conversations))
+        tools = {tool.flat_name: tool for tool in parsed.tools}
+        return ParsedRequest(request, lambda model: ResponseWriter(echoed, messages, tools, model, conversations))
 
 
 def as_messages(items: list[Item]) -> chat.Messages:
