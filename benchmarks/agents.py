@@ -8,12 +8,13 @@ Claude Code, Codex, opencode and Qwen Code, each with an empty home and the limi
 of pydantic-ai, are asked in each turn to read a file, call their own tool for it, and answer. What the model says is
 written by a script: a grammar with one text holds each answer to it, so all else is the server's: templates, caches,
 tokens, streams. Without --model, the model has two thin layers with random weights, 131,072 positions, and a tokenizer
-of bytes; with it, a real one, whose chat template is replaced by one that shows calls (but no tools where its context
-is too short for those of agents).
+of bytes; with it, a real one, whose chat template is replaced by one that shows calls, but no tools where its context
+is short: they are most of what agents send.
 
-For each request: path, status, tokens of the prompt, how many were reused, how many an ideal cache would have had (the
-longest beginning that it has in common with the texts of earlier requests), and seconds to the first token. A client
-that is not there is skipped with a word. One JSON line last.
+For each request: path, tokens of the prompt, how many were reused, how many an ideal cache would have had (the longest
+beginning that it has in common with the texts of earlier requests), and seconds to the first token. `changed_by_client`
+is how many tokens at the end of the text so far, its answer included, the client sent otherwise the next time, and
+`failures` counts answers of 400 and more. A client that is not there is skipped with a word. One JSON line last.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ TEMPLATE = r"""{%- for message in messages %}
 {%- endfor %}{{ "<|im_end|>\n" }}TOOLS
 {%- endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}"""
 TOOLS = '{% if loop.first and tools %}{{ "<tools>" + (tools | tojson) + "</tools>\\n" }}{% endif %}'
-LEAST_FOR_TOOLS = 32_768  # positions
+CONTEXT = 32_768  # positions that a model has at least: what it says is the script's
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -106,6 +108,7 @@ def serve(folder: str, log: Path, words: list[str]) -> None:
                 "ideal": min(ideal, len(job.tokens) - 1),
                 "first_token": None if first is None else round(first - job.since, 3),
                 "max_tokens": job.max_tokens,
+                "text": len(job.all_tokens),
             }
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -131,16 +134,18 @@ def make_model(folder: Path, model: str | None) -> None:
             )
     config = json.loads((source / "config.json").read_text())
     if model is None:
-        for file in (*folder.glob("model*"), folder / "config.json"):
-            file.unlink(missing_ok=True)
+        for file in folder.glob("model*"):
+            file.unlink()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
         sizes |= {"num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
         config = {"model_type": "llama", "vocab_size": config["vocab_size"], "tie_word_embeddings": True, **sizes}
-        (folder / "config.json").write_text(json.dumps(config))
         mx.random.seed(0)
         weights = dict(tree_flatten(Model(ModelArgs.from_dict(config)).parameters()))
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    tools = TOOLS if config["max_position_embeddings"] >= LEAST_FOR_TOOLS else ""
+    tools = TOOLS if config["max_position_embeddings"] >= CONTEXT else ""
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], CONTEXT)
+    (folder / "config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").unlink()
     settings["chat_template"] = TEMPLATE.replace("TOOLS", tools)
@@ -273,7 +278,10 @@ def converse(client: Client, turns: int, log: Path) -> list[dict[str, Any]]:
 def summary(requests: list[dict[str, Any]], failures: int) -> dict[str, Any]:
     """The figures of a client's conversation."""
     later = [each for each in requests if each["turn"] > 1]
-    firsts = {turn: next((e["first_token"] for e in requests if e["turn"] == turn), None) for turn in (1, 2)}
+    # The first of a conversation is the longest to be read; clients may ask for a title before.
+    first = max((each["first_token"] or 0 for each in requests if each["turn"] == 1), default=0)
+    second = next((each["first_token"] for each in later if each["first_token"]), None)
+    changed = [before["text"] - each["ideal"] for before, each in pairwise(requests) if each["turn"] > 1]
     return {
         "requests": len(requests),
         "failures": failures,
@@ -281,7 +289,8 @@ def summary(requests: list[dict[str, Any]], failures: int) -> dict[str, Any]:
         "prompt_tokens": max((each["prompt"] for each in requests), default=0),
         "reused_of_ideal": round(sum(e["reused"] for e in later) / max(sum(e["ideal"] for e in later), 1), 4),
         "read_again": max((each["ideal"] - each["reused"] for each in later), default=0),
-        "first_token_ratio": round(firsts[2] / firsts[1], 3) if firsts[1] and firsts[2] else None,
+        "changed_by_client": max(changed, default=0),
+        "first_token_ratio": round(second / first, 3) if first and second else None,
     }
 
 

@@ -178,6 +178,7 @@ SECTIONS = (
     ),
 )
 OTHER_PAGES = {
+    "agents": "coding agents: [agents](agents.md#what-is-reused)",
     "budget_decode": "decoding with a budget: [budgets](budgets.md)",
     "cluster_table": "several machines: [clusters](clusters.md)",
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
