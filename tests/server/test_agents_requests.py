@@ -13,6 +13,7 @@ from mlx_kv.server.dialects.messages import messages, token_count_request
 from mlx_kv.server.dialects.responses import Conversations, ResponseBody, ResponsesDialect
 from mlx_kv.server.requests import CompletionRequest, RequestRules, UnknownFields
 
+PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin"'}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 HEADER = "x-anthropic-billing-header: cc_version=2.0.1; cc_entrypoint=cli; cch=%s;"
 
@@ -98,7 +99,7 @@ def codex_body(*items: dict[str, Any], **more: Any) -> dict[str, Any]:
                 "description": "Agents.",
                 "tools": [{"type": "function", "name": "look", "strict": False, "parameters": SCHEMA}],
             },
-            {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": {"type": "text"}},
+            {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": PATCH},
             {"type": "web_search", "external_web_access": False},
             {"type": "image_generation"},
             {"type": "local_shell"},
@@ -118,6 +119,7 @@ def test_codex_has_its_tools() -> None:
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
     text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     assert functions == {"look": SCHEMA, "agents__look": SCHEMA, "apply_patch": text}
+    assert request.tools[2]["function"]["description"].endswith('grammar (lark):\nstart: "*** Begin"')
     assert [message["role"] for message in request.messages] == ["system", "system", "user", "user"]
 
 

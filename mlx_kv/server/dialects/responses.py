@@ -158,6 +158,7 @@ class FunctionTool(Body):
 
     Attributes:
         type: "custom" takes a text, its `input`.
+        format: of that text. Its grammar is told to the model, and not enforced.
         namespace: of its name; empty is none.
     """
 
@@ -167,6 +168,7 @@ class FunctionTool(Body):
     description: Any = None
     parameters: Any = None
     strict: Any = None
+    format: Any = None
 
     @property
     def flat_name(self) -> str:
@@ -175,8 +177,12 @@ class FunctionTool(Body):
 
     def as_chat(self) -> chat.Tool:
         """The tool of a chat."""
-        parameters = TEXT_INPUT if self.type == "custom" else self.parameters
-        return chat.tool(self.flat_name, self.description, parameters, self.strict)
+        if self.type == "function":
+            return chat.tool(self.flat_name, self.description, self.parameters, self.strict)
+        described = str(self.description or "")
+        if isinstance(self.format, dict) and (grammar := self.format.get("definition")):
+            described += f"\n\nIts input follows this grammar ({self.format.get('syntax')}):\n{grammar}"
+        return chat.tool(self.flat_name, described, TEXT_INPUT)
 
 
 # The parameters of a tool that takes a text.
