@@ -170,25 +170,36 @@ def tokenizer() -> Any:
     return load(model_path("reference"))[1]
 
 
-@pytest.fixture(params=TEMPLATES)
-def template(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
-    return ChatTemplate(with_template(tokenizer, TEMPLATES[request.param]), {})
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_no_message_is_lost_and_each_turn_begins_as_the_one_before(template: ChatTemplate, dialect: str) -> None:
+def check(template: ChatTemplate, dialect: str, seed: int) -> None:
     """What is said is in the prompt once and in order, and a request's text is the beginning of the next one's."""
-    for seed in range(CONVERSATIONS // len(DIALECTS)):
-        conversation, before = Conversation(seed), ""
-        for count in conversation.requests:
-            messages = DIALECTS[dialect](conversation.said[:count])
-            text = template.text(messages)
-            found = re.findall("mark[0-9]+x", re.sub("call_mark[0-9]+x", "", text))
-            assert found == conversation.marks(count), (seed, count, text)
-            pictures = sum(1 for kind, _, more in conversation.said[:count] if kind == "user" and more)
-            assert text.count("[image, 2 by 3 pixels, not shown: this model reads text]") == pictures
-            assert text.startswith(before), (seed, count)
-            before = text
+    conversation, before = Conversation(seed), ""
+    for count in conversation.requests:
+        text = template.text(DIALECTS[dialect](conversation.said[:count]))
+        found = re.findall("mark[0-9]+x", re.sub("call_mark[0-9]+x", "", text))
+        assert found == conversation.marks(count), (seed, count, text)
+        pictures = sum(1 for kind, _, more in conversation.said[:count] if kind == "user" and more)
+        assert text.count("[image, 2 by 3 pixels, not shown: this model reads text]") == pictures
+        assert text.startswith(before), (seed, count)
+        before = text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_message_is_lost_and_each_turn_begins_as_the_one_before(name: str, dialect: str, tokenizer: Any) -> None:
+    """500 conversations in all."""
+    template = ChatTemplate(with_template(tokenizer, TEMPLATES[name]), {})
+    place = [*TEMPLATES].index(name) * len(DIALECTS) + [*DIALECTS].index(dialect)
+    for seed in range(place, CONVERSATIONS, len(TEMPLATES) * len(DIALECTS)):
+        check(template, dialect, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_same_conversations_in_all(name: str, dialect: str, tokenizer: Any) -> None:
+    template = ChatTemplate(with_template(tokenizer, TEMPLATES[name]), {})
+    for seed in range(1000, 1030):
+        check(template, dialect, seed)
 
 
 # --- what clients send, and what a template gets ----------------------------------------------------------------------
