@@ -118,6 +118,11 @@ VISION = r"""{%- for message in messages %}{{ "<|" + message.role + ">" }}
 {%- for part in message.content %}{{ part.text if part["type"] == "text" else "<image>" }}{% endfor %}{{ "<|end>" }}
 {%- endfor %}{% if add_generation_prompt %}<|assistant>{% endif %}"""
 
+# Arguments are written as they are given.
+AS_GIVEN = r"""{%- for message in messages %}{{ "<|" + message.role + ">" + message.content }}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }}: {{ call.function.arguments }}]{% endfor %}
+{{- "<|end>" }}{% endfor %}{% if add_generation_prompt %}<|assistant>{% endif %}"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "llama 3": LLAMA_3,
@@ -128,6 +133,7 @@ TEMPLATES = {
     "gemma 3": GEMMA_3,
     "deepseek v3": DEEPSEEK_3,
     "vision": VISION,
+    "as given": AS_GIVEN,
 }
 
 

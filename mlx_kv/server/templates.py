@@ -107,9 +107,9 @@ class TemplateSupport:
             for form, foreign_ids, json_arguments in product(FORMS, (True, False), (False, True)):
                 found = {"call": form, "with_text": form, "foreign_ids": foreign_ids, "json_arguments": json_arguments}
                 if rendered := shown(user, message, *results, answer, last, **found):
-                    if '\\"' not in rendered and "{'" not in rendered:
+                    if "{'" not in rendered:
                         return found
-                    doubtful = doubtful or found  # arguments as an escaped text, or in Python's form
+                    doubtful = doubtful or found  # arguments in Python's form, which is no JSON
             return doubtful or {"call": AS_TEXT, "with_text": AS_TEXT}
 
         known["parts"] = not shown(user) and bool(shown(user, parts=True))

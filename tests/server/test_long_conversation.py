@@ -42,10 +42,10 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Conversation:
-    """One that begins with 31,000 tokens or so; each turn adds some."""
+    """One that begins with 31,000 tokens or so, or a part of them; each turn adds some."""
 
-    def __init__(self, url: str, start: int) -> None:
-        self.url, self.text, self.read = url, TEXT[start : start + 96_000], 0
+    def __init__(self, url: str, start: int, part: float = 1) -> None:
+        self.url, self.text, self.read = url, TEXT[start : start + int(96_000 * part)], 0
 
     def turn(self) -> tuple[int, int, int]:
         """Tokens of the prompt, those that were reused, and those of the prompt before.
@@ -72,24 +72,24 @@ def test_each_turn_reads_only_what_is_new(thin: Path) -> None:
 
 
 def test_half_of_the_memory_keeps_the_beginning(thin: Path) -> None:
-    with command("--model", str(thin), "--prompt-memory-bytes", str(15_000 * TOKEN_BYTES)) as (_, url):
-        conversation = Conversation(url, 0)
+    with command("--model", str(thin), "--prompt-memory-bytes", str(6_000 * TOKEN_BYTES)) as (_, url):
+        conversation = Conversation(url, 0, 0.4)
         assert conversation.turn()[1] == 0
         for _ in range(2):
             prompt, reused, _before = conversation.turn()
-            assert prompt > 30_000
-            assert 15_000 >= reused > 15_000 - 512
+            assert prompt > 12_000
+            assert 6_000 >= reused > 6_000 - 512
         assert httpx.get(f"{url}/memory").json()["prefixes"][-1]["reason"] == "too_large"
 
 
 def test_two_in_turns_share_what_there_is(thin: Path) -> None:
     """Each of 0.6 of the memory: the newest is whole, and of the other the beginning stays."""
-    with command("--model", str(thin), "--prompt-memory-bytes", str(52_000 * TOKEN_BYTES)) as (_, url):
-        one, other = Conversation(url, 0), Conversation(url, 5)
+    with command("--model", str(thin), "--prompt-memory-bytes", str(20_800 * TOKEN_BYTES)) as (_, url):
+        one, other = Conversation(url, 0, 0.4), Conversation(url, 5, 0.4)
         one.turn()
         other.turn()
         for conversation in (one, other, one):
             prompt, reused, before = conversation.turn()
-            assert prompt > reused > 52_000 - before - 2_000
+            assert prompt > reused > 20_800 - before - 2_000
         prompt, reused, before = one.turn()
         assert reused >= before - 1

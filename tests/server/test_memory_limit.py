@@ -136,11 +136,11 @@ def test_rows_that_outgrow_the_limit_give_way_and_go_on_where_they_were(
         kinds: list[dict[str, Any]] = [
             {"logit_bias": bias},
             {"logit_bias": bias, "temperature": 1, "seed": 3, "frequency_penalty": 0.5},
-            {"regex": "[a-c ]{500}", "logprobs": 1},
+            {"regex": "[a-c ]{250}", "logprobs": 1},
         ]
-        bodies = [{"prompt": p, "max_tokens": 400, **kinds[index % 3]} for index, p in enumerate(prompts)]
+        bodies = [{"prompt": p, "max_tokens": 200, **kinds[index % 3]} for index, p in enumerate(prompts)]
         wanted = [free.post(**body).json()["choices"] for body in bodies]
-    limit = weights + 3 * plan.nbytes(768)
+    limit = weights + 3 * plan.nbytes(512) + plan.nbytes(256)
     with running(policy, max_batch_size=10, memory_limit=limit, **how) as server, ThreadPoolExecutor(10) as pool:
         watched = Watched(server.worker)
         told = [each.json()["choices"] for each in pool.map(lambda body: server.post(**body), bodies)]

@@ -61,6 +61,8 @@ class Conversation:
             if drawn.random() < 0.15:
                 self.said.append(("system", self.mark(), None))
             self.requests.append(len(self.said))
+            if drawn.random() < 0.1:  # what it said is not always one message
+                self.said.append(("assistant", self.mark(), []))
             calls = [(f"call_{self.mark()}", self.mark()) for _ in range(drawn.choice([0, 1, 1, 2, 3]))]
             text = self.mark() if not calls or drawn.random() < 0.4 else ""
             self.said.append(("assistant", text, calls))
@@ -286,6 +288,7 @@ def test_templates_are_known_by_what_they_render(tokenizer: Any) -> None:
         "gemma 3": TemplateSupport(systems=False, **text, **alternate),
         "deepseek v3": TemplateSupport(late_system=False, json_arguments=True),
         "vision": TemplateSupport(parts=True, **text),
+        "as given": TemplateSupport(json_arguments=True),
     }
     for name, template in TEMPLATES.items():
         assert ChatTemplate(with_template(tokenizer, template), {}).support == wanted[name], name
