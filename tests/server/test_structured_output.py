@@ -314,7 +314,7 @@ def test_answers_to_schemas_at_random_follow_them(drafts: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafts", "parts"), [("none", 10), ("draft model", 4), ("suffix", 4)])
-def test_answers_to_schemas_at_random_follow_them(drafts: str, parts: int) -> None:
+def test_answers_to_many_schemas_at_random_follow_them(drafts: str, parts: int) -> None:
     chance = random.Random(7)
     with running(
         draft=drafts == "draft model", drafting=DraftSettings("suffix") if drafts == "suffix" else None
