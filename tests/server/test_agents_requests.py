@@ -9,7 +9,9 @@ import pytest
 from reasoning_server import CALL
 from serving import Running
 
+from mlx_kv.server.dialects.completions import chats
 from mlx_kv.server.dialects.messages import messages, token_count_request
+from mlx_kv.server.dialects.ollama import OllamaChatBody
 from mlx_kv.server.dialects.responses import Conversations, ResponseBody, ResponsesDialect
 from mlx_kv.server.requests import CompletionRequest, RequestRules, UnknownFields
 
@@ -186,3 +188,51 @@ def test_calls_come_back_as_they_were_asked_for(reasoner: Running, says: Any, st
     again = [each.model_dump(exclude_none=True) for each in response.output]
     sent = ResponseBody.parse(codex_body(*again), UnknownFields())
     assert len(sent.input) == 7
+
+
+@pytest.mark.parametrize(
+    ("parameters", "answer"),
+    [({"properties": {"at": {"type": "string"}}}, "object"), ({"anyOf": [{"type": "object"}]}, None), (None, "object")],
+)
+def test_calls_that_are_forced_have_objects_for_arguments(parameters: Any, answer: str | None) -> None:
+    """Also by a schema that does not say so."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+    constraint = chats(body, RequestRules()).request.constraint
+    assert constraint is not None
+    ((_, schema, _),) = json.loads(constraint.text)
+    assert schema.get("type") == answer
+
+
+@pytest.mark.parametrize("seed", [-1, -7])
+def test_a_negative_seed_is_a_random_one(seed: int) -> None:
+    """In all dialects, as Ollama's clients and others mean it."""
+    user = {"role": "user", "content": "x"}
+    for request in (
+        chats({"messages": [user], "seed": seed}, RequestRules()).request,
+        messages({"messages": [user], "max_tokens": 1, "seed": seed}, RequestRules()).request,
+    ):
+        assert request.sampling.seed is None
+
+
+def test_details_of_ollamas_clients() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "think": "max",
+        "options": {"num_predict": 2.0, "top_k": 4.0, "seed": -1},
+    }
+    request = OllamaChatBody.parse(body, UnknownFields(True)).openai_body(UnknownFields(True), True)
+    asked = request.completion_request(RequestRules())
+    assert (asked.max_tokens, asked.sampling.top_k, asked.sampling.seed) == (2, 4, None)
+    assert asked.hints == {"reasoning_effort": "max"}
+
+
+def test_a_body_without_a_type_is_for_programs(reasoner: Running) -> None:
+    """As curl sends it to Ollama; a page of another site could send it without asking."""
+    body = json.dumps({"model": "reference", "prompt": "x", "stream": False, "options": {"num_predict": 1}})
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert reasoner.http.post("/api/generate", content=body, headers=form).status_code == 200
+    assert reasoner.http.post("/api/generate", content=body).status_code == 200
+    own = {"Origin": reasoner.url, **form}
+    assert reasoner.http.post("/api/generate", content=body, headers=own).status_code == 415
+    assert reasoner.http.post("/v1/completions", content=body, headers=form).status_code == 415

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,11 +36,6 @@ def _describe(value: Any) -> str:
 Images = list[Annotated[str, BeforeValidator(_describe)]]
 
 
-def _whole(value: Any) -> Any:
-    """A number without decimals, which some clients send as 2.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 class Options(Body):
     """The field `options`. Those of loading a model and of samplers that are not here have no effect."""
 
@@ -53,9 +48,16 @@ class Options(Body):
             *("tfs_z", "typical_p", "mirostat", "mirostat_eta", "mirostat_tau"),
         }
     )
-    num_predict: Annotated[int | None, BeforeValidator(_whole)] = Field(None, ge=-2, le=MAX_TOKENS)
+    num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
     repeat_penalty: float | None = Field(None, ge=0, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Some clients send whole numbers as 2.0."""
+        whole = {name for name, each in value.items() if isinstance(each, float) and each.is_integer()}
+        return {name: int(each) if name in whole else each for name, each in value.items()}
 
     def fields(self) -> dict[str, Any]:
         """These options as OpenAI's and mlx_lm.server's fields, which check the values of those with the same name."""
