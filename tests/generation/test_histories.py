@@ -23,8 +23,8 @@ from mlx_kv import PromptMemory
 from mlx_kv.generation.admission import tokens_of
 from mlx_kv.generation.sequence import TokenSequence
 
-HISTORIES = 500
-PARTS = 10  # of the test
+HISTORIES = 250
+PARTS = 5  # of the test
 MODELS = 12  # of a process, at once
 REREADS = ("8 bits from 30 on", "the newest as they came")  # what is read again of these, is quantised at other places
 
