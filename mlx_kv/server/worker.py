@@ -292,8 +292,12 @@ class Worker:
 
     def _planned(self, candidate: Job | None = None) -> int:
         """Bytes of all rows, one that may come, and of preempted ones that keep theirs while they wait."""
+        return self._rows.planned(candidate) + self._kept_bytes(candidate)
+
+    def _kept_bytes(self, candidate: Job | None = None) -> int:
+        """Bytes of the caches of jobs that wait, but for one that may come."""
         kept = [job.caches[0] for job in self._waiting if job is not candidate and job.caches is not None]
-        return self._rows.planned(candidate) + sum(int(cache.nbytes) for caches in kept for cache in leaves(caches))
+        return sum(int(cache.nbytes) for caches in kept for cache in leaves(caches))
 
     def _shrink_prefixes(self, planned: int) -> None:
         """Drops cached prefixes from memory that leave no room for planned rows."""
@@ -317,7 +321,7 @@ class Worker:
         The oldest keeps its row, so that each job becomes the oldest and ends; if it does not fit alone, it fails.
         """
         rows = self._rows
-        if not (rows.outgrow(self.limit.fits) or self._crowded):
+        if not (rows.outgrow(lambda planned: self.limit.fits(planned + self._kept_bytes())) or self._crowded):
             return
         self._crowded = False
         while not self.limit.fits(planned := self._planned()):
