@@ -13,6 +13,7 @@ from mlx_kv.server.dialects.completions import chats
 from mlx_kv.server.dialects.messages import messages, token_count_request
 from mlx_kv.server.dialects.ollama import OllamaChatBody
 from mlx_kv.server.dialects.responses import Conversations, ResponseBody, ResponsesDialect
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import CompletionRequest, RequestRules, UnknownFields
 
 PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin"'}
@@ -236,3 +237,10 @@ def test_a_body_without_a_type_is_for_programs(reasoner: Running) -> None:
     own = {"Origin": reasoner.url, **form}
     assert reasoner.http.post("/api/generate", content=body, headers=own).status_code == 415
     assert reasoner.http.post("/v1/completions", content=body, headers=form).status_code == 415
+
+
+@pytest.mark.parametrize(("role", "kind"), [("user", "tool_use"), ("user", "thinking"), ("assistant", "tool_result")])
+def test_blocks_of_another_role_are_refused(role: str, kind: str) -> None:
+    body = {"max_tokens": 1, "messages": [{"role": role, "content": [{"type": kind}]}]}
+    with pytest.raises(ApiError, match=f"a block of the type '{kind}', which messages of {role} cannot have"):
+        messages(body, RequestRules())

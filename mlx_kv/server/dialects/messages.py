@@ -18,6 +18,7 @@ from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestR
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 ROLES = ("user", "assistant", "system")
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+ONE_ROLE = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}  # whose blocks these are
 CLIENT_HEADER = "x-anthropic-billing-header:"  # the first line of prompts of Claude Code, which differs in each request
 
 # --- blocks of messages -----------------------------------------------------------------------------------------------
@@ -108,13 +109,20 @@ class Message(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_role(cls, value: Any) -> Any:
+    def _check_blocks(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         role, content = value.get("role"), value.get("content")
         if not isinstance(role, str) or role not in ROLES:
             raise FieldError(f"is {str(role)[:80]!r}: send user or assistant", ".role")
-        return {"role": role, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else value
+        if isinstance(content, str):
+            return {"role": role, "content": [{"type": "text", "text": content}]}
+        for index, block in enumerate(content if isinstance(content, list) else ()):
+            kind = str(block.get("type")) if isinstance(block, dict) else ""
+            if ONE_ROLE.get(kind, role) != role:
+                problem = f"is a block of the type {kind!r}, which messages of {role} cannot have: leave it out"
+                raise FieldError(problem, f".content[{index}]")
+        return value
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
