@@ -117,7 +117,9 @@ class Message(Body):
             raise FieldError(f"is {str(role)[:80]!r}: send user or assistant", ".role")
         if isinstance(content, str):
             return {"role": role, "content": [{"type": "text", "text": content}]}
-        for index, block in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(content, list) or not (content or role == "assistant"):  # whose answer may have been empty
+            raise FieldError("is missing or empty: send a text, or blocks", ".content")
+        for index, block in enumerate(content):
             kind = str(block.get("type")) if isinstance(block, dict) else ""
             if ONE_ROLE.get(kind, role) != role:
                 problem = f"is a block of the type {kind!r}, which messages of {role} cannot have: leave it out"
