@@ -354,6 +354,17 @@ def test_what_is_not_text_is_described() -> None:
     assert as_ollama([("user", "see", True)])[0]["content"] == f"see\n{PLACEHOLDER}"
 
 
+@pytest.mark.parametrize("data", ["", "!", "aGk=", PICTURE[:24], None, 7, "huge"])
+def test_no_image_is_a_failure_of_the_server(data: Any) -> None:
+    if data == "huge":  # which Pillow takes for an attack
+        header = bytearray(base64.b64decode(PICTURE))
+        header[16:24] = (200_000).to_bytes(4, "big") * 2
+        data = base64.b64encode(header).decode()
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {"data": data}}]}]}
+    (message,) = anthropic_messages(body, RULES).request.messages
+    assert message["content"] == "[image, not shown: this model reads text]"
+
+
 def test_it_is_said_once_what_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         chat({"role": "user", "content": [{"type": "hologram"}]})
