@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+import zlib
 from typing import Any
 
 import pytest
@@ -359,6 +360,7 @@ def test_no_image_is_a_failure_of_the_server(data: Any) -> None:
     if data == "huge":  # which Pillow takes for an attack
         header = bytearray(base64.b64decode(PICTURE))
         header[16:24] = (200_000).to_bytes(4, "big") * 2
+        header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
         data = base64.b64encode(header).decode()
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {"data": data}}]}]}
     (message,) = anthropic_messages(body, RULES).request.messages
