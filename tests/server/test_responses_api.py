@@ -219,7 +219,7 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens is 0: send at least 1"),
     ({"background": True}, "background is not supported"),
     ({"conversation": "c"}, "conversation is not supported"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': send function"),
+    ({"tools": [{"type": 7, "name": "f"}]}, "tools[0].type is 7: send"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format"),
     ({"reasoning": {"effort": "hard"}}, "reasoning.effort is 'hard': send one of none, minimal"),
 ]

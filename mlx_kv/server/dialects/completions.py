@@ -108,15 +108,22 @@ class Message(Body):
     """A message of a chat, of which a chat template may read more fields than these."""
 
     model_config = ConfigDict(extra="allow")
-    role: Annotated[Any, AfterValidator(requests.check_role)] = None
+    role: Any = None
     content: Annotated[str, requests.joined_text()] = ""
     tool_calls: list[Call] = Field(default_factory=list, fail_fast=True)
     function_call: CalledFunction | None = None  # OpenAI's before tools
     tool_call_id: Text = ""
     name: Any = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_content(cls, value: Any) -> Any:
+        empty = isinstance(value, dict) and value.get("content") == []
+        return {name: each for name, each in value.items() if name != "content"} if empty else value
+
     @model_validator(mode="after")
-    def _check_content(self) -> Self:
+    def _check_role_and_content(self) -> Self:
+        requests.check_role(self.role)
         instead = self.tool_calls or self.function_call or any((self.model_extra or {}).get(name) for name in REASONING)
         if "content" not in self.model_fields_set and not (self.role == "assistant" and instead):
             raise FieldError("is missing: send a text", ".content")

@@ -125,6 +125,8 @@ class OtherItem(Body):
 def _check_item(item: Any) -> Any:
     if not isinstance(item, dict):
         raise FieldError(f"is a JSON {requests.json_kind(item)}: send an object")
+    if item.get("type") == "item_reference":
+        raise FieldError("is an 'item_reference', and items have no names here: send the item", ".type")
     if _kind(item) == "message":
         requests.check_role(item.get("role"))
     return item
