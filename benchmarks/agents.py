@@ -7,8 +7,8 @@
 Claude Code, Codex, opencode and Qwen Code, each with an empty home and the limits that it has by itself, and an agent
 of pydantic-ai, are asked in each turn to read a file, call their own tool for it, and answer. What the model says is
 written by a script: a grammar with one text holds each answer to it, so all else is the server's: templates, caches,
-tokens, streams. Without --model, the model has two thin layers with random weights, 131,072 positions, and a tokenizer
-of bytes; with it, a real one, whose chat template is replaced by one that shows calls, but no tools where its context
+tokens, streams. Without --model, the model has two thin layers with random weights, 131,072 positions, and the
+tokenizer of the bundled one. With it, a real one has a chat template that shows calls, but no tools where its context
 is short: they are most of what agents send.
 
 For each request: path, tokens of the prompt, how many were reused, how many an ideal cache would have had (the longest
@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,9 +128,7 @@ def make_model(folder: Path, model: str | None) -> None:
     source = Path(model or model_path("reference"))
     for file in source.iterdir():
         if file.suffix in (".json", ".safetensors", ".txt"):
-            shutil.copy(file, folder) if file.name == "tokenizer_config.json" else (folder / file.name).symlink_to(
-                file.resolve()
-            )
+            (folder / file.name).symlink_to(file.resolve())
     config = json.loads((source / "config.json").read_text())
     if model is None:
         for file in folder.glob("model*"):
@@ -168,8 +165,6 @@ class Client:
         self._programs = programs / "node_modules" / ".bin"
         for each in (self._home, self._at):
             each.mkdir()
-        for number in range(9):
-            (self._at / f"notes{number}.txt").write_text(f"Notes of turn {number}: " + "what was decided. " * 20)
         subprocess.run(["git", "init", "-q", "."], cwd=self._at, check=True)
         self._messages: Any = None
 
@@ -180,7 +175,9 @@ class Client:
 
     def ask(self, turn: int) -> str:
         """Asks for a turn; returns what the client says."""
-        asked = f"Read the file {self._at / f'notes{turn}.txt'} please."
+        notes = self._at / f"notes{turn}.txt"
+        notes.write_text(f"Notes of turn {turn}: " + "what was decided. " * 20)
+        asked = f"Read the file {notes} please."
         if self.program is None:
             return self._ask_here(asked)
         words, environment = getattr(self, f"_{self.name}")(asked, turn)
@@ -303,6 +300,8 @@ def main() -> None:
     for hidden in ("--serve", "--make", "--log"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     given, words = parser.parse_known_args()
+    if given.model is not None and not (Path(given.model) / "config.json").exists():
+        parser.error(f"--model {given.model}: there is no config.json in it; give the folder of a model")
     if given.make:
         make_model(Path(given.make), given.model)
     elif given.serve:

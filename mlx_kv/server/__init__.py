@@ -8,6 +8,7 @@ HTTP, in the event loop:
     json_http.py         strict JSON of bodies, responses, events and errors
     requests.py          bodies: their base and field types, shared fields, limits; the request that they become
     chat.py              content of chats: texts, reasoning, calls, results
+    templates.py         what a conversation becomes for a model's chat template
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages, Ollama's
     output.py            jobs; grammars; output as it comes: content, reasoning, tool calls, tokens
 

@@ -67,7 +67,7 @@ from mlx_kv.server.worker import Worker
 
 HOST_NAME = re.compile(r"\*|(\*\.)?[^\s*/:?#@\\\[\]]+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
-DEFAULT_PORT = re.compile(r"^(?:http://.*(:80)|https://.*(:443))$", re.IGNORECASE)
+DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443", re.IGNORECASE)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PAGE = Path(__file__).with_name("page.html")  # shows /memory
 CHAT_PAGE = Path(__file__).with_name("chat.html")  # a chat in the browser, through /v1/chat/completions
@@ -123,12 +123,11 @@ class AccessRules:
         for origin in origins:
             if not ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin: write scheme and host, as in https://example.com")
-            if origin.lower().startswith("http") and (default := DEFAULT_PORT.search(origin)):
-                port = default[1] or default[2]
-                raise ValueError(f"{origin!r} has its scheme's port, which browsers leave out: leave out {port}")
+            if DEFAULT_PORT.fullmatch(origin):
+                raise ValueError(f"{origin!r} has its scheme's port, which browsers leave out: leave it out")
         self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in server_names], *names)))
-        patterns = [re.escape(origin.lower()).replace(r"\*", "[^/@]*") for origin in origins]
-        self._origins = re.compile("|".join(patterns)) if patterns else None
+        patterns = [re.escape(origin).replace(r"\*", "[^/@]*") for origin in origins]
+        self._origins = re.compile("|".join(patterns), re.IGNORECASE) if patterns else None
 
     @property
     def allowed_names(self) -> str:
@@ -159,7 +158,7 @@ class AccessRules:
         if self._origins is None:
             return [Middleware(with_access)]
         options: Any = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "expose_headers": [HEADER]}
-        options |= {"allow_origin_regex": f"(?i:{self._origins.pattern})", "allow_private_network": True}
+        options |= {"allow_origin_regex": self._origins, "allow_private_network": True}
         return [Middleware(with_access), Middleware(CORSMiddleware, **options)]
 
     def check(self, headers: Headers) -> None:
@@ -176,7 +175,7 @@ class AccessRules:
                 f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
         same_site = origin is not None and origin.lower().partition("://")[2] == host.lower()
-        listed = self._origins is not None and origin is not None and self._origins.fullmatch(origin.lower())
+        listed = self._origins is not None and origin is not None and self._origins.fullmatch(origin)
         if origin is not None and not same_site and not listed:
             raise ApiError(
                 403, f"pages of {origin[:200]!r} may not use this server: start it with --allowed-origins ORIGIN", None,

@@ -280,6 +280,17 @@ def part_text(part: Any) -> str:
     return unicode_text(f"[{noun}{size}, not shown: this model reads text]")
 
 
+class OtherPart(Body):
+    """An object in a conversation that has no text, such as an image: the conversation says what it was."""
+
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _describe(cls, value: Any) -> Any:
+        return {"text": part_text(value)}
+
+
 def image_size(part: Mapping[str, Any]) -> tuple[int, int]:
     """Width and height of an image in a part; zeros where they are unknown: by its URL alone, or without Pillow."""
     image, source = part.get("image_url"), part.get("source")

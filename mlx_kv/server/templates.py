@@ -225,16 +225,16 @@ class Fit:
             self.messages.pop()
         text, calls = message["content"], message.get("tool_calls") or []
         form = self._support.with_text if text else self._support.call
+        bare = {name: each for name, each in message.items() if name != "tool_calls"}
         if not calls or form.as_text or any(parse_arguments(each["function"]["arguments"]) is None for each in calls):
             self._as_text |= {each["id"] for each in calls}
             written = [_call_text(each) for each in calls]
-            bare = {name: each for name, each in message.items() if name != "tool_calls"}
             self.messages.append({**bare, "content": "\n".join([each for each in (text, *written) if each])})
             return
         self._known |= {each["id"] for each in calls}
         groups = [[each] for each in calls] if form.split else [calls]
         if form.text_first and text:
-            self.messages.append({name: each for name, each in message.items() if name != "tool_calls"})
+            self.messages.append(bare)
             message = {"role": "assistant", "content": ""}
         for group in groups:
             self.messages.append({**message, "tool_calls": [self._call(each) for each in group]})

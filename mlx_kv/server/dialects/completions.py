@@ -113,7 +113,6 @@ class Message(Body):
     tool_calls: list[Call] = Field(default_factory=list, fail_fast=True)
     function_call: CalledFunction | None = None  # OpenAI's before tools
     tool_call_id: Text = ""
-    name: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -144,12 +143,12 @@ def conversation(messages: Sequence[Message]) -> chat.Messages:
     open_calls = chat.OpenCalls()
     for place, message in enumerate(messages):
         role = chat.CHAT_ROLES.get(message.role, message.role)
-        fields = (message.model_extra or {}) | ({} if message.name is None else {"name": message.name})
+        fields = dict(message.model_extra or {})
         calls = message.calls(place) if role == "assistant" else []
         open_calls.add(calls)
         if role == "tool":
-            name = message.name if isinstance(message.name, str) else ""
-            result = open_calls.result(message.tool_call_id, message.content, name)
+            name = fields.get("name")
+            result = open_calls.result(message.tool_call_id, message.content, name if isinstance(name, str) else "")
             fields["tool_call_id"] = result.call_id
         found.append(
             {

@@ -71,15 +71,8 @@ class ToolResultBlock(Body):
         return chat.Result(self.tool_use_id, f"error: {self.content}" if self.is_error else self.content)
 
 
-class OtherBlock(Body):
-    """A block without a text, such as an image: the conversation says what it was."""
-
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _describe(cls, value: Any) -> Any:
-        return {"text": requests.part_text(value)}
+class OtherBlock(requests.OtherPart):
+    """A block of any other type."""
 
     def part(self) -> chat.Part:
         return chat.Text(self.text)

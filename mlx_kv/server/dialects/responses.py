@@ -108,15 +108,8 @@ class CallOutputItem(Body):
         return chat.Message("tool", [chat.Result(self.call_id, self.output)])
 
 
-class OtherItem(Body):
+class OtherItem(requests.OtherPart):
     """What OpenAI's servers have done or written, which no prompt has."""
-
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _describe(cls, value: Any) -> Any:
-        return {"text": requests.part_text(value)}
 
     def message(self) -> chat.Message:
         return chat.Message("assistant", [chat.Text(self.text)])
@@ -428,7 +421,7 @@ class ResponseWriter(OutputWriter):
             tool = self._tools.get(block.name)
             named = {"call_id": block.call_id, "name": tool.name if tool else block.name}
             named |= {"namespace": tool.namespace} if tool and tool.namespace else {}
-            if tool is not None and tool.type == "custom":
+            if self._takes_text(block):
                 return item | named | {"type": "custom_tool_call", "input": _input(text or "")}
             return item | named | {"type": "function_call", "arguments": text or ""}
         content = [] if text is None else [self._part(block, text)]
