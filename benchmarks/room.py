@@ -3,6 +3,7 @@
     python tools/smollm2.py build/smollm2
     python benchmarks/room.py --model build/smollm2 [--clients 16] [--limits 64,7000,32000] [--rounds 2]
     python benchmarks/room.py --model build/smollm2 --part preemption
+    python benchmarks/room.py --model build/smollm2 --part rows
 
 Coding agents send a `max_tokens` of 32,000 and get answers of some tens of tokens. "limits": clients send chats with
 one-line answers at once; each server is a process of its own, started anew for each turn, and takes turns with the
@@ -10,10 +11,14 @@ others: ours with each limit, and `mlx_lm.server` with the largest that it takes
 times, with a `max_tokens` of 1,000 for a line and of 400 to continue a program, which is more than is expected of an
 answer at first, under a memory limit that holds three requests of 1,000 tokens, and under one that holds six. More are
 admitted, since most answers are short, and some have to wait half way. All answers are greedy, and must be the same.
+"rows": eight rows decode in one engine, each of which may have 10,000 tokens more; one leaves, another joins, in turns.
+Then two rows get 7,000 tokens each, and steps in which their caches grow count as what they take more than their
+neighbours.
 
 Ratios: `limit_time_ratio` and `limit_memory_ratio` are of the largest limit over the smallest (1 is best), `time_ratio`
 and `memory_ratio` mlx_lm.server over ours (more than 1 is in our favour), `preemption_ratio` the tokens per second with
-three over those with six. Memory is the peak of the process over that at its start. One JSON line last.
+three over those with six; `leave_ratio` and `join_ratio` a step with a leave or a join (of eight tokens) over one
+without. Memory is the peak of the process over that at its start. One JSON line last.
 """
 
 from __future__ import annotations
@@ -30,8 +35,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx_kv  # before MLX: it loads a tuned BLAS
+
+# isort: split
 import httpx
 from server import MLX_LM, OURS, SOURCE, process
+
+from mlx_kv import cache_statistics
+from mlx_kv.generation.engine import EngineSettings, make_engine
+from mlx_kv.generation.sequence import TokenSequence
 
 
 def resident(pid: int) -> int:
@@ -160,19 +172,79 @@ def preemption(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def rows(asked: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of steps, of those with a leave and a join, and of the longest growth."""
+    model, tokenizer = mlx_kv.load(asked.model)
+    text = tokenizer.encode(SOURCE)
+
+    def submitted(engine: Any, index: int, tokens: int) -> None:
+        engine.submit(TokenSequence(index, text[100 * index :][:8], tokens))
+
+    def timed(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1000
+
+    def joined(engine: Any, index: int) -> None:
+        submitted(engine, index, 10_000)
+        engine.step()
+
+    def left(engine: Any, index: int) -> None:
+        engine.cancel(index)
+        engine.step()
+
+    took: dict[str, list[float]] = {"step": [], "leave": [], "join": []}
+    engine = make_engine(model, set(), None, EngineSettings(8))
+    for index in range(8):
+        submitted(engine, index, 10_000)
+    while engine.pending or len(engine.rows) < 8:
+        engine.step()
+    for index in range(20 * asked.rounds):
+        for _ in range(8):
+            took["step"].append(timed(engine.step))
+        took["leave"].append(timed(partial(left, engine, index)))
+        engine.step()
+        took["join"].append(timed(partial(joined, engine, index + 8)))
+        while engine.pending:
+            engine.step()
+    engine.close()
+    engine = make_engine(model, set(), None, EngineSettings(2))
+    for index in range(2):
+        submitted(engine, index, 7000)
+    steps, capacities = [], []
+    while engine.busy:
+        steps.append(timed(engine.step))
+        capacities.append(cache_statistics(engine.caches).growths if engine.rows else 0)
+    engine.close()
+    grown = [at for at in range(4, len(steps) - 4) if capacities[at] > capacities[at - 1]]
+    more = [steps[at] - statistics.median([*steps[at - 4 : at], *steps[at + 1 : at + 5]]) for at in grown]
+    step = statistics.median(took["step"])
+    return {
+        "milliseconds_step": round(step, 1),
+        "leave_ratio": round(statistics.median(took["leave"]) / step, 2),
+        "join_ratio": round(statistics.median(took["join"]) / step, 2),
+        "steps_of_7000_tokens": len(steps),
+        "growths": len(grown),
+        "milliseconds_longest_growth": round(max(more, default=0.0), 1),
+        "milliseconds_median_growth": round(statistics.median(more or [0.0]), 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a directory, on a CPU in float32")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--limits", type=lambda text: [*map(int, text.split(","))], default=[64, 7000, 32_000])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--part", choices=["limits", "preemption", "both"], default="both")
+    parser.add_argument("--part", choices=["limits", "preemption", "both", "rows"], default="both")
     asked = parser.parse_args()
     line: dict[str, Any] = {"benchmark": "room", "clients": asked.clients, "rounds": asked.rounds}
-    if asked.part != "preemption":
+    if asked.part in ("limits", "both"):
         line |= limits(asked)
-    if asked.part != "limits":
+    if asked.part in ("preemption", "both"):
         line |= preemption(asked)
+    if asked.part == "rows":
+        line |= rows(asked)
     print(json.dumps(line))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mlx_kv.generation.encoding import begins_reasoning
+from mlx_kv.generation.grammar_in_json import grammar_in_json
 from mlx_kv.generation.sequence import common_prefix
 from mlx_kv.settings import shown
 
@@ -60,7 +61,7 @@ REWORDED = (
     ),
 )
 
-Kind = Literal["json_schema", "regex", "grammar", "choice", "calls"]
+Kind = Literal["json_schema", "regex", "grammar", "choice", "calls", "auto_calls"]
 
 
 class GrammarError(ValueError):
@@ -103,11 +104,13 @@ class Function:
     Attributes:
         parameters: JSON schema of its arguments, an object.
         lenient: as of a `Constraint`.
+        text: a Lark grammar of its only argument; empty is none.
     """
 
     name: str
     parameters: Any
     lenient: bool = True
+    text: str = ""
 
 
 def json_schema(schema: Any, lenient: bool = False) -> Constraint:
@@ -135,9 +138,14 @@ def choice(texts: Sequence[str]) -> Constraint:
     return Constraint("choice", json.dumps(list(texts)))
 
 
-def calls(functions: Sequence[Function]) -> Constraint:
-    """A call of one of several functions: `{"name": …, "arguments": {…}}`."""
-    return Constraint("calls", json.dumps([[one.name, one.parameters, one.lenient] for one in functions]))
+def calls(functions: Sequence[Function], auto: bool = False) -> Constraint:
+    """A call of one of several functions: `{"name": …, "arguments": {…}}`.
+
+    Args:
+        auto: whether it begins where the model begins a call, if it does. There may be several then.
+    """
+    text = json.dumps([[one.name, one.parameters, one.lenient, one.text] for one in functions])
+    return Constraint("auto_calls" if auto else "calls", text)
 
 
 def grammar_source(constraint: Constraint, marks: CallMarks | None, left_out: list[str]) -> str:
@@ -161,8 +169,9 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None, left_out: li
         return str(matcher.grammar_from_regex(constraint.text))
     if constraint.kind == "choice":
         return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
-    if constraint.kind == "calls":
-        return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks, left_out)))
+    if constraint.kind in ("calls", "auto_calls"):
+        lark = _lark_of_calls(json.loads(constraint.text), marks, constraint.kind == "auto_calls", left_out)
+        return str(matcher.grammar_from_lark(lark))
     # Without empty lines: in many of them the library's search would look at each from each.
     text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
     if is_lark(constraint):
@@ -237,20 +246,38 @@ def _pattern_error(pattern: str) -> str:
     return error_message(error).partition("cannot be used: ")[2] or error_message(error) if error else ""
 
 
-def _lark_of_calls(functions: list[tuple[str, Any, bool]], marks: CallMarks | None, left_out: list[str]) -> str:
+def _lark_of_calls(
+    functions: list[tuple[str, Any, bool, str]], marks: CallMarks | None, several: bool, left_out: list[str]
+) -> str:
     """Each schema is a document of its own, so that what refers to `#/$defs` finds it."""
     if not functions:
         raise GrammarError("there is no function to be called: send one")
-    before = after = ""
+    before = after = space = ""
     if marks is not None:
-        before = " ".join(f"<[{token}]>" for token in marks.start) + f" {_literal(marks.space)} "
-        after = f" {_literal(marks.space)} " + " ".join(f"<[{token}]>" for token in marks.end)
-    rules = [f"start: {before}call{after}", "call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
-    for index, (name, parameters, lenient) in enumerate(functions):
+        space = _literal(marks.space)
+        before = " ".join(f"<[{token}]>" for token in marks.start) + f" {space} "
+        after = f" {space} " + " ".join(f"<[{token}]>" for token in marks.end)
+    rules = [f"start: one ({space} one)*" if several else "start: one", f"one: {before}call{after}"]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+    for index, (name, parameters, lenient, text) in enumerate(functions):
         begin = _literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
         rules.append(f'call_{index}: {begin} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: %json {_enforced(parameters, lenient, left_out)}")
+        arguments = _lark_of_text(text, next(iter(parameters["properties"])), name, left_out) if text else ""
+        rules.append(f"arguments_{index}: {arguments or f'%json {_enforced(parameters, lenient, left_out)}'}")
     return "\n".join(rules) + "\n"
+
+
+def _lark_of_text(text: str, argument: str, function: str, left_out: list[str]) -> str:
+    """Arguments that are one text, which follows a grammar; empty where that cannot be used."""
+    matcher: Any = import_llguidance().LLMatcher
+    try:
+        inner = grammar_in_json(text)
+        if error := matcher.validate_grammar(matcher.grammar_from_lark(inner)):
+            raise ValueError(error_message(error))
+    except ValueError as error:
+        left_out.append(f"the grammar of {shown(function)} cannot be used: {error}; it is left out")
+        return ""
+    return f"{_literal(f'{{{json.dumps(argument)}: ' + chr(34))} %lark {{\n{inner}}} {_literal(chr(34) + '}')}"
 
 
 def _literal(text: str) -> str:
@@ -490,7 +517,8 @@ class GrammarProcessor:
             return False
         same = common_prefix(self._consumed, tokens)
         back = len(self._consumed) - same
-        if self._matcher.is_error() or (back and not self._matcher.rollback(back)):
+        # llguidance 1.9 takes no special token any more after it was rolled back to the beginning.
+        if self._matcher.is_error() or (back and (same == 0 or not self._matcher.rollback(back))):
             self._matcher, self._consumed = self._fresh.deep_copy(), []
         del self._consumed[same:]
         more = tokens[len(self._consumed) : self._end(tokens)]
@@ -549,30 +577,37 @@ class LeadIn:
         start, end: the marks of thinking.
         in_thinking: the prompt ends within thinking.
         call: the mark with which a call begins. What follows it is not constrained.
+        anything: any text may come, and the grammar begins with the first call.
     """
 
     start: Tokens = ()
     end: Tokens = ()
     in_thinking: bool = False
     call: Tokens = ()
+    anything: bool = False
 
     @classmethod
-    def after(cls, tokenizer: Any, prompt: Sequence[int], calls: bool = False, beginning: str = "") -> LeadIn:
+    def after(
+        cls, tokenizer: Any, prompt: Sequence[int], calls: bool = False, beginning: str = "", anything: bool = False
+    ) -> LeadIn:
         """Of the answer of a model to a chat.
 
         Args:
             calls: whether it may be a call, if the model knows how to.
             beginning: of the answer, at the end of the prompt.
+            anything: as of the class.
         """
         call = tuple(tokenizer.tool_call_start_tokens) if calls and tokenizer.has_tool_calling else ()
         reasoning = begins_reasoning(tokenizer, prompt, beginning)
         if reasoning is None or not tokenizer.has_thinking:
-            return cls(call=call)
-        return cls(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), reasoning, call)
+            return cls(call=call, anything=anything)
+        return cls(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), reasoning, call, anything)
 
     def grammar_from(self, answer: list[int]) -> int | None:
         """Where in an answer the grammar begins; None where it does not, or not yet."""
         begins = self._thought(answer)
+        if begins is not None and self.anything:
+            return find(answer, self.call, begins)
         if begins is None or (self.call and tuple(answer[begins : begins + len(self.call)]) == self.call):
             return None
         return begins

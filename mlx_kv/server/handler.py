@@ -402,7 +402,8 @@ class RequestHandler:
         """What may stand before the grammar of an answer: in a chat, reasoning, or a call in its place."""
         if not request.chat:
             return None
-        return LeadIn.after(self._worker.models.tokenizer, tokens, request.may_call, request.beginning)
+        auto = request.constraint is not None and request.constraint.kind == "auto_calls"
+        return LeadIn.after(self._worker.models.tokenizer, tokens, request.may_call, request.beginning, auto)
 
     def _stop_strings(self, request: CompletionRequest, tokens: list[int]) -> StopStrings:
         if not request.chat or not request.stop_strings:

@@ -645,6 +645,9 @@ class Grammars:
         if constraint is None:
             return None
         marks = marks_of(self._tokenizer)
+        if constraint.kind == "auto_calls" and marks is None:
+            self._unknown.no_effect("format", "the texts of tools follow grammars where a model writes calls as JSON")
+            return None
         compiling = self._thread.submit(
             without_panic, "the grammar compiler", lambda: self._compiler.compile(constraint, marks)
         )

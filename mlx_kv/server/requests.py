@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -435,13 +436,17 @@ class ToolChoice(NamedTuple):
     kind: str = "auto"
     name: str = ""
 
-    def constraint(self, tools: Sequence[Tool]) -> Constraint | None:
+    def constraint(self, tools: Sequence[Tool], texts: Mapping[str, str]) -> Constraint | None:
         """The constraint on the answer to a chat with these tools.
+
+        Args:
+            texts: Lark grammars of what functions take, by name, for those that take a text.
 
         Raises:
             ApiError: 400, the function is not among the tools.
         """
-        if self.kind in ("auto", "none"):
+        auto = self.kind == "auto"
+        if self.kind == "none" or (auto and not texts):
             return None
         functions = [tool["function"] for tool in tools]
         if self.kind == "function":
@@ -451,16 +456,14 @@ class ToolChoice(NamedTuple):
                 raise ApiError(400, message, "tool_choice")
         if not functions:
             raise ApiError(400, "tool_choice requires a call, and there are no tools: send some", "tool_choice")
-        return grammars.calls(
-            [
-                grammars.Function(
-                    function["name"],
-                    _of_object(function.get("parameters") or NO_ARGUMENTS),
-                    function.get("strict") is not True,
-                )
-                for function in functions
-            ]
-        )
+        called = []
+        for function in functions:
+            name, parameters = function["name"], _of_object(function.get("parameters") or NO_ARGUMENTS)
+            if auto and name not in texts:
+                parameters = {"type": "object"}  # which the model writes as it likes
+            strict = function.get("strict") is True
+            called.append(grammars.Function(name, parameters, not strict, texts.get(name, "")))
+        return grammars.calls(called, auto)
 
 
 def _of_object(parameters: Any) -> Any:
@@ -740,15 +743,17 @@ class ChatFields(GenerationBody):
         tool_choice: ToolChoice,
         response_format: ConstraintField,
         effort: Effort | None,
+        texts: Mapping[str, str] = MappingProxyType({}),
     ) -> CompletionRequest:
         """A request with these fields.
 
         Args:
             tools, tool_choice, response_format, effort: as fields of OpenAI's chats.
+            texts: as of `ToolChoice.constraint`.
         """
         request = self.request(rules, response_format)
-        call = tool_choice.constraint(tools)
-        if call is not None:
+        call = tool_choice.constraint(tools, texts)
+        if call is not None and (call.kind == "calls" or request.constraint is None):
             # A response_format is the form of texts, and a call is none.
             if request.constraint_field not in ("", response_format.name):
                 other = request.constraint_field

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mlx_kv.server.dialects.responses import Conversations, ResponseBody, Respon
 from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import CompletionRequest, RequestRules, UnknownFields
 
-PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin"'}
+PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin\\n" /[A-Z].*/'}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 HEADER = "x-anthropic-billing-header: cc_version=2.0.1; cc_entrypoint=cli; cch=%s;"
 
@@ -103,6 +104,7 @@ def codex_body(*items: dict[str, Any], **more: Any) -> dict[str, Any]:
                 "tools": [{"type": "function", "name": "look", "strict": False, "parameters": SCHEMA}],
             },
             {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": PATCH},
+            {"type": "custom", "name": "note", "format": {"type": "text"}},
             {"type": "web_search", "external_web_access": False},
             {"type": "image_generation"},
             {"type": "local_shell"},
@@ -121,8 +123,8 @@ def test_codex_has_its_tools() -> None:
     request = codex()
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
     text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    assert functions == {"look": SCHEMA, "agents__look": SCHEMA, "apply_patch": text}
-    assert request.tools[2]["function"]["description"].endswith('grammar (lark):\nstart: "*** Begin"')
+    assert functions == {"look": SCHEMA, "agents__look": SCHEMA, "apply_patch": text, "note": text}
+    assert request.tools[2]["function"]["description"].endswith("grammar (lark):\n" + PATCH["definition"])
     assert [message["role"] for message in request.messages] == ["system", "system", "user", "user"]
 
 
@@ -157,7 +159,7 @@ def test_items_of_all_tools_are_part_of_the_conversation() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_come_back_as_they_were_asked_for(reasoner: Running, says: Any, stream: bool) -> None:
     """Of a namespace by both names, and of a custom tool as its text, which OpenAI's client reads."""
-    named = [("agents__look", {"at": "x"}), ("apply_patch", {"input": "*** Begin\nPatch"}), ("apply_patch", {"it": 1})]
+    named = [("agents__look", {"at": "x"}), ("apply_patch", {"input": "*** Begin\nPatch"}), ("note", {"it": 1})]
     says("".join(CALL.replace("look", name).replace('{"at": "cache.py"}', json.dumps(each)) for name, each in named))
     body = codex_body() | {"extra_body": {"client_metadata": {"session_id": "1"}}}
     del body["client_metadata"]
@@ -192,6 +194,47 @@ def test_calls_come_back_as_they_were_asked_for(reasoner: Running, says: Any, st
 
 
 @pytest.mark.parametrize(
+    ("syntax", "definition", "pattern"),
+    [("lark", 'start: "*** " LINE "\\n"\nLINE: /["a-c]{3}/', r'\*\*\* ["a-c]{3}\n'), ("regex", r"[a/]{2}\n\d", None)],
+)
+def test_the_text_of_a_custom_tool_follows_its_grammar(
+    server: Running, syntax: str, definition: str, pattern: str | None
+) -> None:
+    """Whatever the model would say."""
+    made = {"type": "grammar", "syntax": syntax, "definition": definition}
+    body = {
+        "model": "reference",
+        "input": "x",
+        "tools": [{"type": "custom", "name": "note", "format": made}],
+        "tool_choice": {"type": "custom", "name": "note"},
+        "max_output_tokens": 32,
+        "temperature": 1,
+    }
+    for seed in range(3):
+        (call,) = server.client.responses.create(**body, extra_body={"seed": seed}).output
+        assert (call.type, call.name) == ("custom_tool_call", "note")
+        assert re.fullmatch(pattern or definition, call.input)
+
+
+def test_calls_that_codex_leaves_to_the_model_follow_the_grammars_of_its_tools(reasoner: Running) -> None:
+    """Where they begin; a text is free, and so is the form of an answer that has its own."""
+    request = codex()
+    assert request.constraint is not None
+    assert request.constraint.kind == "auto_calls"
+    assert not request.forces_call
+    functions = {name: (schema, text) for name, schema, _, text in json.loads(request.constraint.text)}
+    assert functions["apply_patch"][1] == PATCH["definition"]
+    assert functions["look"] == functions["agents__look"] == ({"type": "object"}, "")
+    body = {"model": "reference", "input": "x", "temperature": 0, "max_output_tokens": 12}
+    tools = [{"type": "custom", "name": "note", "format": made} for made in (PATCH, {"type": "text"})]
+    said = [reasoner.client.responses.create(**body, tools=[tool]).output_text for tool in tools]
+    assert said[0]
+    form = {"text": {"format": {"type": "json_object"}}}
+    other = ResponsesDialect(Conversations())(codex_body(**form), RequestRules())
+    assert other.request.constraint.kind == "json_schema"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     ("parameters", "answer"),
     [({"properties": {"at": {"type": "string"}}}, "object"), ({"anyOf": [{"type": "object"}]}, None), (None, "object")],
 )
@@ -201,7 +244,7 @@ def test_calls_that_are_forced_have_objects_for_arguments(parameters: Any, answe
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
     constraint = chats(body, RequestRules()).request.constraint
     assert constraint is not None
-    ((_, schema, _),) = json.loads(constraint.text)
+    ((_, schema, *_),) = json.loads(constraint.text)
     assert schema.get("type") == answer
 
 

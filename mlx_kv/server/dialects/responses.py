@@ -5,6 +5,7 @@ conversations that a later request can continue.
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections import OrderedDict
@@ -148,12 +149,27 @@ Item = Annotated[
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
+class TextFormat(Body):
+    """The field `format` of a tool that takes a text."""
+
+    type: Any = "text"
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: Text = ""
+
+    @property
+    def lark(self) -> str:
+        """A Lark grammar of the text; empty for any."""
+        if self.syntax == "lark" or not self.definition:
+            return self.definition
+        return "start: /" + re.sub(r"(?<!\\)/", r"\/", self.definition) + "/"
+
+
 class FunctionTool(Body):
     """A tool that the client runs.
 
     Attributes:
         type: "custom" takes a text, its `input`.
-        format: of that text. Its grammar is told to the model, and not enforced.
+        format: of that text.
         namespace: of its name; empty is none.
     """
 
@@ -163,7 +179,7 @@ class FunctionTool(Body):
     description: Any = None
     parameters: Any = None
     strict: Any = None
-    format: Any = None
+    format: TextFormat | None = None
 
     @property
     def flat_name(self) -> str:
@@ -175,8 +191,8 @@ class FunctionTool(Body):
         if self.type == "function":
             return chat.tool(self.flat_name, self.description, self.parameters, self.strict)
         described = str(self.description or "")
-        if isinstance(self.format, dict) and (grammar := self.format.get("definition")):
-            described += f"\n\nIts input follows this grammar ({self.format.get('syntax')}):\n{grammar}"
+        if self.format is not None and self.format.definition:
+            described += f"\n\nIts input follows this grammar ({self.format.syntax}):\n{self.format.definition}"
         return chat.tool(self.flat_name, described, TEXT_INPUT)
 
 
@@ -264,9 +280,10 @@ class ResponseBody(requests.ChatFields):
             rules.unknown.no_effect("truncation", "a conversation that is too long is refused, not cut")
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.as_chat() for tool in self.tools]
+        texts = {tool.flat_name: tool.format.lark for tool in self.tools if tool.format and tool.format.lark}
         response_format = requests.ConstraintField("text.format", self.text.format)
         request = self.chat_request(
-            rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort
+            rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort, texts
         )
         request.max_tokens = self.max_output_tokens
         request.one_call = not self.parallel_tool_calls
