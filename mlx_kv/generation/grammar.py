@@ -82,6 +82,11 @@ class Constraint:
     text: str
     lenient: bool = False
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether functions take texts that follow grammars."""
+        return self.kind in ("calls", "auto_calls") and any(each[-1] for each in json.loads(self.text))
+
 
 @dataclass(frozen=True)
 class CallMarks:
@@ -325,6 +330,7 @@ MAX_CACHED = 32  # grammars: clients send the same again and again
 COMPILE_FUEL = 200_000
 # And of one mask: a schema takes tens of them, a grammar that reads a text in very many ways ever more with its length.
 MASK_ITEMS = 4_000
+MASK_ITEMS_OF_TEXTS = 100_000  # where each character is a lexeme: some thousands of items, and milliseconds
 
 
 class Grammar:
@@ -381,9 +387,8 @@ class GrammarCompiler:
         library, ends = import_llguidance(), sorted(self._tokenizer.eos_token_ids)
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary(ends)
-        limits = library.LLParserLimits(
-            initial_lexer_fuel=COMPILE_FUEL, step_max_items=MASK_ITEMS, verbose_errors=False
-        )
+        items = MASK_ITEMS_OF_TEXTS if constraint.has_texts else MASK_ITEMS
+        limits = library.LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, step_max_items=items, verbose_errors=False)
         matcher = library.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask takes longest

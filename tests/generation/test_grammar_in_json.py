@@ -166,3 +166,17 @@ def test_a_grammar_that_cannot_be_used_is_left_out_and_said(reference: Any) -> N
     for function in broken:
         grammar = GrammarCompiler(reference[1]).compile(constraints.calls([function]))
         assert "the grammar of 'patch' cannot be used" in grammar.unenforced[0]
+
+
+def test_each_token_of_a_patch_may_come(reference: Any) -> None:
+    """In a long text too, whose characters are lexemes."""
+    tokenizer = reference[1]
+    function = Function("patch", FUNCTIONS[1].parameters, text=PATCH)
+    processor = GrammarCompiler(tokenizer).compile(constraints.calls([function])).processor(0)
+    patch = '*** Begin Patch\n*** Update File: a "b".py\n@@ f\n' + '+\tx = "é\\n" + y\n' * 20 + "*** End Patch"
+    call = json.dumps({"name": "patch", "arguments": {"input": patch}}, ensure_ascii=False)
+    answer = [*tokenizer.encode(call), 0]
+    for place, token in enumerate(answer):
+        logits = processor(mx.array(answer[:place], dtype=mx.int32), mx.zeros((1, 4096)))
+        assert logits[0, token].item() == 0
+    assert processor.error_in(answer, whole=True) is None
