@@ -30,7 +30,7 @@ from mlx_kv.cache.growth import DEFAULT, Growth, round_up
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.generation.admission import shares_up_to
-from mlx_kv.generation.prefill import NO_INSTRUCTIONS, OVERLAP, Instructions
+from mlx_kv.generation.prefill import NO_INSTRUCTIONS, OVERLAP, Instructions, gpu_memory
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, kind_and_window, make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes
@@ -524,14 +524,11 @@ def device_dtype(config: dict[str, Any]) -> str:
 
 def default_limit() -> int | None:
     """A share of the device's memory in bytes; None if its size is unknown."""
-    info: dict[str, Any] = mx.device_info()
     if on_cpu():
         memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         container = Path("/sys/fs/cgroup/memory.max")
         if container.exists() and (text := container.read_text().strip()).isdigit():
             memory.append(int(text))
         return int(DEVICE_SHARE * min(memory))
-    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if info.get(name):
-            return int(DEVICE_SHARE * int(info[name]))
-    return None
+    size = gpu_memory()
+    return None if size is None else int(DEVICE_SHARE * size)

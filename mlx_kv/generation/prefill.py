@@ -9,12 +9,14 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.cache.growth import SLOT_MULTIPLE, Growth, round_up
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
@@ -32,6 +34,7 @@ CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait mea
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
 # take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
 CPU_STEPS = (512, 256, 128, 64)
+FREED_SHARE = 16  # of a GPU's memory
 CPU_WORK = 16e9  # weights of the layers times tokens, of a chunk
 
 
@@ -53,7 +56,7 @@ def chunk_for(model: Any) -> int:
     It follows from model and device alone: where a budget evicts, chunks decide what is kept. All experts of a mixture
     count, as the tokens of a chunk meet most of them.
     """
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         return PREFILL_STEP
     weights = layer_weights(model) if isinstance(model, nn.Module) else 0
     return next((step for step in CPU_STEPS if step * weights <= CPU_WORK), CPU_STEPS[-1])
@@ -65,6 +68,22 @@ def prefill_step(model: Any, caches: Iterable[Any], requested: int | None) -> in
         return whole_number("prefill_step_size", requested, minimum=1)
     planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
     return min([chunk_for(model), *planned])
+
+
+@lru_cache(1)
+def max_freed() -> int:
+    """Bytes that MLX may keep of a chunk's memory for the next one; a server's memory limit may allow it fewer.
+
+    A GPU waits a tenth of a chunk's time for memory that was given back.
+    """
+    return 0 if on_cpu() else (gpu_memory() or 0) // FREED_SHARE
+
+
+def gpu_memory() -> int | None:
+    """Bytes that a GPU has, or recommends to use; None if that is unknown."""
+    info: dict[str, Any] = mx.device_info()
+    names = ("max_recommended_working_set_size", "total_memory", "memory_size")
+    return next((int(info[name]) for name in names if info.get(name)), None)
 
 
 def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
@@ -93,7 +112,8 @@ def read_chunk(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[
     else:
         read_ragged(model, caches, rows)
     mx.eval([cache.state for cache in caches])  # the logits are never computed
-    mx.clear_cache()
+    if mx.get_cache_memory() > max_freed():
+        mx.clear_cache()
 
 
 def read_ragged(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]]) -> mx.array:

@@ -23,6 +23,7 @@ from mlx_kv import (
     trim_prompt_cache,
 )
 from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.prefill import max_freed
 from mlx_kv.generation.sequence import UNLIMITED, AnswerLengths, TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches
 
@@ -283,13 +284,11 @@ def test_state_that_was_taken_out_holds_no_other_row() -> None:
     assert size <= before - mx.get_active_memory() < 2 * size
 
 
-def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "mlx_kv.generation.engine.MAX_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
-    )
+def test_prompts_are_read_together_as_far_as_they_fit() -> None:
     model = make_model("llama")
     made = make_engine(model, set())
     assert isinstance(made, Engine)
+    made._max_tokens = 30
     prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
     for index, prompt in enumerate(prompts):
         made.submit(TokenSequence(index, prompt, 6))
@@ -307,11 +306,39 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
     assert made._admission.rows == []
 
 
+def test_a_gpu_reads_eight_prompts_in_a_pass_and_keeps_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many tokens as a chunk has; and what a pass frees is there for the next, up to a share of its memory."""
+    monkeypatch.setattr("mlx_kv.generation.engine.CHUNKS_TOGETHER", {mx.default_device().type: 8})
+    monkeypatch.setattr("mlx_kv.generation.decoder.chunk_for", lambda model: len(PROMPT))
+    cleared, passes = [0], []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(cleared.pop() + 1))
+    monkeypatch.setattr("mlx_kv.generation.prefill.on_cpu", lambda: False)
+    monkeypatch.setattr(mx, "device_info", lambda: {"memory_size": 2**40})
+    max_freed.cache_clear()
+    try:
+        model = make_model("llama")
+        made = make_engine(model, set(), max_batch_size=16)
+        prompts = [[index, *PROMPT[1:]] for index in range(16)]
+        for index, prompt in enumerate(prompts):
+            made.submit(TokenSequence(index, prompt, 3))
+        tokens: dict[int, list[int]] = {}
+        while made.busy:
+            waiting = len(made.pending)
+            for token in made.step():
+                tokens.setdefault(token.index, []).append(token.token)
+            passes.append(waiting - len(made.pending))
+        assert [number for number in passes if number] == [8, 8]
+        assert cleared == [0]
+        assert tokens == {index: alone(model, prompt, 3) for index, prompt in enumerate(prompts)}
+    finally:
+        max_freed.cache_clear()
+    monkeypatch.undo()
+    assert max_freed() == 0  # on the CPU
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_prompt_of_several_passes_delays_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "mlx_kv.generation.engine.MAX_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
-    )
+    monkeypatch.setattr("mlx_kv.generation.decoder.chunk_for", lambda model: 8)  # two of which are read together
     model = make_model("llama")
     made = engine(kind, model, prefill_step_size=8)
     made.submit(TokenSequence(0, PROMPT * 4, 3))
