@@ -177,46 +177,40 @@ def rows(asked: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = mlx_kv.load(asked.model)
     text = tokenizer.encode(SOURCE)
 
-    def submitted(engine: Any, index: int, tokens: int) -> None:
+    def make(count: int, tokens: int) -> Any:
+        engine = make_engine(model, set(), None, EngineSettings(count))
+        for index in range(count):
+            submit(engine, index, tokens)
+        while len(engine.rows) < count:
+            engine.step()
+        return engine
+
+    def submit(engine: Any, index: int, tokens: int) -> None:
         engine.submit(TokenSequence(index, text[100 * index :][:8], tokens))
 
-    def timed(run: Callable[[], object]) -> float:
+    def time_step(engine: Any, before: Callable[[], object] = bool) -> float:
         started = time.perf_counter()
-        run()
+        before()
+        engine.step()
         return (time.perf_counter() - started) * 1000
 
-    def joined(engine: Any, index: int) -> None:
-        submitted(engine, index, 10_000)
-        engine.step()
-
-    def left(engine: Any, index: int) -> None:
-        engine.cancel(index)
-        engine.step()
-
     took: dict[str, list[float]] = {"step": [], "leave": [], "join": []}
-    engine = make_engine(model, set(), None, EngineSettings(8))
-    for index in range(8):
-        submitted(engine, index, 10_000)
-    while engine.pending or len(engine.rows) < 8:
-        engine.step()
+    engine = make(8, 10_000)
     for index in range(20 * asked.rounds):
-        for _ in range(8):
-            took["step"].append(timed(engine.step))
-        took["leave"].append(timed(partial(left, engine, index)))
+        took["step"] += [time_step(engine) for _ in range(8)]
+        took["leave"].append(time_step(engine, partial(engine.cancel, index)))
         engine.step()
-        took["join"].append(timed(partial(joined, engine, index + 8)))
+        took["join"].append(time_step(engine, partial(submit, engine, index + 8, 10_000)))
         while engine.pending:
             engine.step()
     engine.close()
-    engine = make_engine(model, set(), None, EngineSettings(2))
-    for index in range(2):
-        submitted(engine, index, 7000)
-    steps, capacities = [], []
+    engine = make(2, 7000)
+    steps, growths = [], []
     while engine.busy:
-        steps.append(timed(engine.step))
-        capacities.append(cache_statistics(engine.caches).growths if engine.rows else 0)
+        steps.append(time_step(engine))
+        growths.append(cache_statistics(engine.caches).growths)
     engine.close()
-    grown = [at for at in range(4, len(steps) - 4) if capacities[at] > capacities[at - 1]]
+    grown = [at for at in range(4, len(steps) - 4) if growths[at] > growths[at - 1]]
     more = [steps[at] - statistics.median([*steps[at - 4 : at], *steps[at + 1 : at + 5]]) for at in grown]
     step = statistics.median(took["step"])
     return {

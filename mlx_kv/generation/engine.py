@@ -71,7 +71,7 @@ from mlx_kv.settings import whole_number
 
 # Chunks of prompts in one pass. On a CPU more would keep it no busier, but all rows waiting: those that decode for a
 # token, and the first of the prompts for the last. A GPU reads 16 x 2,000 tokens in a third of the time if eight
-# prompts are read together, which is mlx-lm's number, and rows that decode wait no longer than `max_wait` in any case.
+# prompts are read together, which is mlx-lm's number; where rows decode beside them, `max_wait` limits what is read.
 CHUNKS_TOGETHER = {mx.DeviceType.cpu: 2, mx.DeviceType.gpu: MAX_PROMPTS_AT_ONCE}
 MAX_CONTINUING = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted

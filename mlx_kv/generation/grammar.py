@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mlx_kv.generation.encoding import begins_reasoning
-from mlx_kv.generation.grammar_in_json import grammar_in_json
+from mlx_kv.generation.grammar_in_json import grammar_in_json, literal
 from mlx_kv.generation.sequence import common_prefix
 from mlx_kv.settings import shown
 
@@ -173,7 +173,7 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None, left_out: li
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.text))
     if constraint.kind == "choice":
-        return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(literal, json.loads(constraint.text)))))
     if constraint.kind in ("calls", "auto_calls"):
         lark = _lark_of_calls(json.loads(constraint.text), marks, constraint.kind == "auto_calls", left_out)
         return str(matcher.grammar_from_lark(lark))
@@ -259,13 +259,13 @@ def _lark_of_calls(
         raise GrammarError("there is no function to be called: send one")
     before = after = space = ""
     if marks is not None:
-        space = _literal(marks.space)
+        space = literal(marks.space)
         before = " ".join(f"<[{token}]>" for token in marks.start) + f" {space} "
         after = f" {space} " + " ".join(f"<[{token}]>" for token in marks.end)
     rules = [f"start: one ({space} one)*" if several else "start: one", f"one: {before}call{after}"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
     for index, (name, parameters, lenient, text) in enumerate(functions):
-        begin = _literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+        begin = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
         rules.append(f'call_{index}: {begin} arguments_{index} "}}"')
         arguments = _lark_of_text(text, next(iter(parameters["properties"])), name, left_out) if text else ""
         rules.append(f"arguments_{index}: {arguments or f'%json {_enforced(parameters, lenient, left_out)}'}")
@@ -277,17 +277,15 @@ def _lark_of_text(text: str, argument: str, function: str, left_out: list[str]) 
     matcher: Any = import_llguidance().LLMatcher
     try:
         inner = grammar_in_json(text)
-        if error := matcher.validate_grammar(matcher.grammar_from_lark(inner)):
-            raise ValueError(error_message(error))
+        error = matcher.validate_grammar(matcher.grammar_from_lark(inner))
+        problem = error_message(error) if error else ""
     except ValueError as error:
-        left_out.append(f"the grammar of {shown(function)} cannot be used: {error}; it is left out")
+        problem = str(error)
+    if problem:
+        left_out.append(f"the grammar of {shown(function)} cannot be used: {problem}; it is left out")
         return ""
-    return f"{_literal(f'{{{json.dumps(argument)}: ' + chr(34))} %lark {{\n{inner}}} {_literal(chr(34) + '}')}"
-
-
-def _literal(text: str) -> str:
-    """A text, in a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    begin, end = f'{{{json.dumps(argument)}: "', '"}'
+    return f"{literal(begin)} %lark {{\n{inner}}} {literal(end)}"
 
 
 def error_message(error: object, constraint: Constraint | None = None) -> str:
@@ -581,7 +579,7 @@ class LeadIn:
     Attributes:
         start, end: the marks of thinking.
         in_thinking: the prompt ends within thinking.
-        call: the mark with which a call begins. What follows it is not constrained.
+        call: the mark with which a call begins. What follows it is constrained only with `anything`.
         anything: any text may come, and the grammar begins with the first call.
     """
 

@@ -34,19 +34,18 @@ COMMON = {
 # Characters that stand in a string of JSON as something else.
 ESCAPES = {chr(code): json.dumps(chr(code))[1:-1] for code in [*range(0x20), ord('"'), ord("\\")]}
 OTHERS = r'[^"\\\x00-\x1F]'
-TEXT = r'"(?:\\.|[^"\\])*"'
-PATTERN = r"/(?!/)(?:\\.|[^/\\])+/[a-z]*"
+# Texts and patterns may lack their end, so that each is looked through once.
+TEXT = r'"(?:\\.|[^"\\])*"?'
 LARK = re.compile(
     rf"""(?P<comment>//[^\n]*|\#[^\n]*)
     | %import\s+common\s*(?:\.\s*(?P<one>[A-Z_]+)|\((?P<several>[A-Z_,\s]+)\))(?:\s*->\s*(?P<alias>\w+))?
-    | %ignore(?P<ignored>(?:{TEXT}i?|{PATTERN}|[^\n"/])*)
-    | (?P<unknown>%\w+)
-    | (?P<first>{TEXT})\s*\.\.\s*(?P<last>{TEXT})
-    | (?P<text>{TEXT})(?P<insensitive>i?)
-    | /(?P<pattern>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)
+    | (?P<ignore>%ignore\b)
+    | (?P<unknown>%\w*)
+    | (?P<text>{TEXT})(?:\s*\.\.\s*(?P<last>{TEXT})|(?P<insensitive>i?))
+    | /(?P<pattern>(?:\\.|[^/\\])+)(?P<closed>/?)(?P<flags>[a-z]*)
     | ^[ \t]*(?P<defined>[!?]?_?[A-Za-z][\w-]*)(?:\.-?\d+)?[ \t]*:
     | (?P<name>_?[A-Za-z][\w-]*)""",
-    re.VERBOSE | re.MULTILINE,
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
 )
 REGEX = re.compile(
     r"""(?P<character>(?:\[\^?\]?(?:\\.|[^\]\\])*\]|\\[wWdDsS]|\.)
@@ -54,6 +53,7 @@ REGEX = re.compile(
     | (?P<group>\((?:\?:|\?P?<\w+>)?(?!\?)) | (?P<repeat>[*+?]|\{\d*,?\d*\})\?? | [)|]""",
     re.VERBOSE | re.DOTALL,
 )
+Characters = dict[tuple[str, str], tuple[str, str]]  # rules of parts of patterns with flags: names, what they say
 
 
 def grammar_in_json(grammar: str) -> str:
@@ -62,6 +62,7 @@ def grammar_in_json(grammar: str) -> str:
     Raises:
         ValueError: it has what is not known here, such as imports of other grammars, or patterns that look around.
     """
+    characters: Characters = {}
     ignored: list[str] = []
     in_rule = True
 
@@ -74,11 +75,13 @@ def grammar_in_json(grammar: str) -> str:
         if names := re.findall(r"\w+", match["one"] or match["several"] or ""):
             if unknown := sorted(set(names) - COMMON.keys()):
                 raise ValueError(f"common.{unknown[0]} is not known: write what it is")
-            return "\n".join(f"{_rule(match['alias'] or name)}: {_pattern(COMMON[name], '')}" for name in names)
-        if match["ignored"] is not None:
+            return "\n".join(
+                f"{_rule(match['alias'] or name)}: {_pattern(COMMON[name], '', characters)}" for name in names
+            )
+        if match["ignore"]:
             in_rule = False
-            ignored.append(LARK.sub(part, match["ignored"]))
-            return ""
+            ignored.append(f"ignored-{len(ignored)}")
+            return f"{ignored[-1]}:"
         if match["defined"]:
             in_rule = _rule(match["defined"]) == match["defined"]
             return f"{_rule(match['defined'])}:" + (" ignored" if match["defined"] == "start" else "")
@@ -86,21 +89,24 @@ def grammar_in_json(grammar: str) -> str:
             said = _rule(match["name"])
             if said == match["name"]:
                 return said
-        elif match["first"]:
-            first, last = (re.escape(json.loads(match[end])) for end in ("first", "last"))
-            said = _character(f"[{first}-{last}]", "")
+        elif match["last"]:
+            first, last = (re.escape(json.loads(match[end])) for end in ("text", "last"))
+            said = _character(f"[{first}-{last}]", "", characters)
         elif match["text"]:
-            text = json.loads(match["text"], strict=False)
-            said = " ".join(_literal(each, match["insensitive"]) for each in text) or '""'
+            text, flags = json.loads(match["text"], strict=False), match["insensitive"]
+            said = " ".join(_character(re.escape(each), flags, characters) for each in text) or '""'
+        elif match["closed"]:
+            said = _pattern(match["pattern"].replace(r"\/", "/"), match["flags"], characters)
         else:
-            said = _pattern(match["pattern"].replace(r"\/", "/"), match["flags"])
-        return f"({said} ignored)" if in_rule else f"({said})"
+            raise ValueError("a pattern has no end: close it with /")
+        return f"(({said}) ignored)" if in_rule else f"({said})"
 
-    rules = LARK.sub(part, grammar)
-    return f"{rules}\nignored: " + (f"({' | '.join(ignored)})*" if ignored else '""') + "\n"
+    rules = [LARK.sub(part, grammar), "ignored: " + (f"({' | '.join(ignored)})*" if ignored else '""')]
+    return "\n".join([*rules, *(f"{name}: {said}" for name, said in characters.values())]) + "\n"
 
 
-def _quoted(text: str) -> str:
+def literal(text: str) -> str:
+    """A text, in a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -109,7 +115,7 @@ def _rule(name: str) -> str:
     return f"terminal-{name.lower()}" if name.lstrip("_")[:1].isupper() else name
 
 
-def _pattern(pattern: str, flags: str) -> str:
+def _pattern(pattern: str, flags: str, characters: Characters) -> str:
     """What spells the texts of a regular expression."""
     if unknown := sorted(set(flags) - set("isu")):
         raise ValueError(f"the flag {unknown[0]} of /{pattern}/ is not known: leave it out")
@@ -118,27 +124,30 @@ def _pattern(pattern: str, flags: str) -> str:
         match = REGEX.match(pattern, place)
         if match is None:
             raise ValueError(f"{pattern[place : place + 8]!r} in /{pattern}/ cannot be followed in the text of a call")
-        parts.append(
-            _character(match["character"], flags)
-            if match["character"]
-            else "(" if match["group"] else match["repeat"] or match[0]
-        )  # fmt: skip
+        if match["character"]:
+            parts.append(_character(match["character"], flags, characters))
+        else:  # the texts are the same, whatever a group is called and whether a repetition prefers few
+            parts.append("(" if match["group"] else match["repeat"] or match[0])
         place = match.end()
     return " ".join(parts) or '""'
 
 
-def _literal(character: str, flags: str) -> str:
-    """What spells one character."""
-    return _character(re.escape(character), flags) if flags else _quoted(ESCAPES.get(character, character))
+def _character(character: str, flags: str, characters: Characters) -> str:
+    """The rule of what spells one character, of those that a part of a regular expression describes."""
+    if (character, flags) not in characters:
+        characters[character, flags] = f"character-{len(characters)}", _spellings(character, flags)
+    return characters[character, flags][0]
 
 
-def _character(character: str, flags: str) -> str:
-    """What spells a character of those that a part of a regular expression describes."""
-    python = re.compile(character, (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0))
-    spellings = [_quoted(spelling) for each, spelling in ESCAPES.items() if python.fullmatch(each)]
-    if any(python.fullmatch(chr(code)) for code in range(0x20, 0x10000) if chr(code) not in ESCAPES):
-        known = {".": r"[\s\S]" if "s" in flags else r"[^\n]"}
-        inner = known.get(character) or (re.escape(character) if len(character) == 1 else character)
-        inner = inner.replace(r"\/", "/").replace("/", r"\/")
+def _spellings(character: str, flags: str) -> str:
+    try:
+        python = re.compile(character, (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0))
+    except re.error as error:
+        raise ValueError(f"{character!r} cannot be followed in the text of a call: {error}") from None
+    spellings = [literal(spelling) for each, spelling in ESCAPES.items() if python.fullmatch(each)]
+    if character.removeprefix("\\") not in ESCAPES:
+        any_character = r"[\s\S]" if "s" in flags else r"[^\n]"
+        inner = re.escape(character) if len(character) == 1 else character
+        inner = any_character if character == "." else inner.replace(r"\/", "/").replace("/", r"\/")
         spellings.append(f"/{'(?i)' if 'i' in flags else ''}[{inner}&&{OTHERS}]/")
-    return f"({' | '.join(spellings)})" if len(spellings) > 1 else spellings[0]
+    return " | ".join(spellings)

@@ -31,10 +31,10 @@ from mlx_kv.settings import whole_number
 PREFILL_STEP = 2048
 MAX_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
 CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait meanwhile
+FREED_SHARE = 16  # of a GPU's memory: what MLX may keep of a chunk's for the next one
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
 # take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
 CPU_STEPS = (512, 256, 128, 64)
-FREED_SHARE = 16  # of a GPU's memory
 CPU_WORK = 16e9  # weights of the layers times tokens, of a chunk
 
 

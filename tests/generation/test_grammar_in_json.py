@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -18,7 +19,7 @@ from mlx_kv.generation.grammar import CallMarks, Function, GrammarCompiler, Lead
 from mlx_kv.generation.grammar_in_json import COMMON, grammar_in_json
 
 BYTES = llguidance.LLTokenizer("byte")
-ALPHABET = 'abeAZ01_ ."\\/\n\r\f\t\x01é-+#]'
+ALPHABET = '\U0001f600가abeAZ01_ ."\\/\n\r\f\t\x01é-+#]'
 PATTERNS = (
     *COMMON.values(),
     "(.+)",
@@ -31,6 +32,8 @@ PATTERNS = (
     '"[^"]*"',
     r"[\s\S]{0,4}",
     r"(?P<one>é)|\w\W\d?",
+    "[\U0001f600-\U0001f64f]?\U0001f600|[가-힣]",
+    "[a\n]/",
 )
 # As Codex sends it, in words of our own.
 PATCH = """
@@ -101,6 +104,7 @@ def test_flags(text: str) -> None:
                 "*** Begin Patch\\n*** Delete File: a\n*** End Patch",
             ],
         ),
+        ("start: /a|b/ /c/\n%ignore / |\\t/", ["ac", "bc", " a c\t", "b  c"], ["a", "a b", "c"]),
         (SUM, ["1", ' 1.5+ ("a\\b" -b)', '# a "sum"\n\n c # of c\n+and', "(1)-a"], ["1 +", "1 1", '"a/b"', "d", ""]),
     ],
 )
@@ -111,11 +115,21 @@ def test_grammars(grammar: str, good: list[str], bad: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "grammar",
-    ["start: /(?=a)b/", r"start: /\ba/", "start: /^a$/", "start: /a/x", "%import common.SQL", "start: %json {}"],
+    [
+        *("start: /(?=a)b/", r"start: /\ba/", "start: /^a$/", "start: /a/x", "%import common.SQL", "start: %json {}"),
+        *(r"start: /[\p{L}]/", "start: /[z-a]/", "start: /a"),
+    ],
 )
 def test_what_cannot_be_followed_is_said(grammar: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot be followed|is not known"):
+    with pytest.raises(ValueError, match=r"cannot be followed|is not known|has no end"):
         grammar_in_json(grammar)
+
+
+@given(st.text('ab"/\\[]()|*{1,}?^-$#:%.\n NX', max_size=40), st.booleans())
+def test_any_grammar_is_spelled_or_refused(text: str, quoted: bool) -> None:
+    """And nothing else is raised, whatever it is."""
+    with contextlib.suppress(ValueError):
+        assert "ignored: " in grammar_in_json(f"start: /{text}/" if quoted else text)
 
 
 FUNCTIONS = [
@@ -159,6 +173,22 @@ def test_a_call_that_a_model_begins_itself_is_held_from_its_mark_on(reference: A
         wrong = [*answer[: len(free) + 3], 17, 17]
         assert processor.allowed(mx.array([1]), wrong) < len(wrong)
     assert len(seen) > 1  # one call, and several
+
+
+def test_a_call_behind_thinking_is_held_too(reference: Any) -> None:
+    """A mark within the thinking begins none."""
+    tokenizer = reference[1]
+    begin, end, think, thought = (tuple(tokenizer.encode(mark)) for mark in "|]<>")
+    grammar = GrammarCompiler(tokenizer).compile(
+        constraints.calls(FUNCTIONS[1:], auto=True), CallMarks(begin, end, " ")
+    )
+    lead_in = LeadIn(think, thought, call=begin, anything=True)
+    words = tuple(tokenizer.encode("hm"))
+    for before, held in (((), True), ((*think, *words, *thought, *words), True), ((*think, *words), False)):
+        answer = [*before, *begin]
+        assert lead_in.grammar_from(answer) == (len(before) if held else None)
+        logits = grammar.processor(1, lead_in)(mx.array([1, *answer]), mx.zeros((1, 4096)))
+        assert bool((logits[0, list(words)] == 0).all()) != held
 
 
 def test_a_grammar_that_cannot_be_used_is_left_out_and_said(reference: Any) -> None:

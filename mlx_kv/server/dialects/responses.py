@@ -161,7 +161,7 @@ class TextFormat(Body):
         """A Lark grammar of the text; empty for any."""
         if self.syntax == "lark" or not self.definition:
             return self.definition
-        return "start: /" + re.sub(r"(?<!\\)/", r"\/", self.definition) + "/"
+        return "start: /" + re.sub(r"(\\.)|/", lambda part: part[1] or r"\/", self.definition) + "/"
 
 
 class FunctionTool(Body):
