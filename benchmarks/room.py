@@ -209,6 +209,8 @@ def rows(asked: argparse.Namespace) -> dict[str, Any]:
     while engine.busy:
         steps.append(time_step(engine))
         growths.append(cache_statistics(engine.caches).growths)
+        if len(steps) % 1000 == 0:
+            print(f"{len(steps):6} tokens, {sum(steps) / 1000:.0f} s", file=sys.stderr)
     engine.close()
     grown = [at for at in range(4, len(steps) - 4) if growths[at] > growths[at - 1]]
     more = [steps[at] - statistics.median([*steps[at - 4 : at], *steps[at + 1 : at + 5]]) for at in grown]

@@ -184,7 +184,7 @@ def test_a_call_behind_thinking_is_held_too(reference: Any) -> None:
     )
     lead_in = LeadIn(think, thought, call=begin, anything=True)
     words = tuple(tokenizer.encode("hm"))
-    for before, held in (((), True), ((*think, *words, *thought, *words), True), ((*think, *words), False)):
+    for before, held in (((), True), ((*think, *begin, *thought, *words), True), ((*think, *words), False)):
         answer = [*before, *begin]
         assert lead_in.grammar_from(answer) == (len(before) if held else None)
         logits = grammar.processor(1, lead_in)(mx.array([1, *answer]), mx.zeros((1, 4096)))
