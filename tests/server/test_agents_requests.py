@@ -226,8 +226,15 @@ def test_calls_that_codex_leaves_to_the_model_follow_the_grammars_of_its_tools(r
     assert functions["apply_patch"][1] == PATCH["definition"]
     assert functions["look"] == functions["agents__look"] == ({"type": "object"}, "")
     body = {"model": "reference", "input": "x", "temperature": 0, "max_output_tokens": 12}
-    tool = {"type": "custom", "name": "note", "format": PATCH}
-    assert reasoner.client.responses.create(**body, tools=[tool]).output_text
+    told = {"description": f"\n\nIts input follows this grammar (lark):\n{PATCH['definition']}"}  # the same prompt
+    said = [
+        reasoner.client.responses.create(**body, tools=[{"type": "custom", "name": "note", **more}])
+        for more in ({"format": PATCH}, told)
+    ]
+    assert [each.usage.input_tokens for each in said] == [said[1].usage.input_tokens] * 2
+    assert [(item.type, item.content[0].text) for item in said[0].output] == [
+        (item.type, item.content[0].text) for item in said[1].output
+    ]
     form = {"text": {"format": {"type": "json_object"}}}
     other = ResponsesDialect(Conversations())(codex_body(**form), RequestRules())
     assert other.request.constraint.kind == "json_schema"  # type: ignore[union-attr]
