@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import contextlib
+import sys
+from collections.abc import Iterator, Set
 from dataclasses import fields
 from typing import Any
+from unittest import mock
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv import CachePolicy
+from mlx_kv.cache.buffers import on_cpu
+from mlx_kv.cache.growth import READ_MULTIPLES
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation import engine
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 
+CPU, GPU = mx.DeviceType.cpu, mx.DeviceType.gpu
 DRAFTING = {field.name for field in fields(DraftSettings)}
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Everything that is chosen by device is as on a GPU, and computed here."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("mlx_kv.") and getattr(module, "on_cpu", None) is on_cpu:
+                stack.enter_context(mock.patch.object(module, "on_cpu", return_value=False))
+        stack.enter_context(mock.patch.dict(READ_MULTIPLES, {CPU: READ_MULTIPLES[GPU]}))
+        yield
 
 
 def make_engine(

@@ -125,6 +125,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         Measurement("(budget)_ratio", "budget, against mlx-lm's plain cache", "µs a layer", "budget", "mlx_lm_plain"),
         Measurement("(plain|8_bits|window)_ratio", "{1}", "µs a layer", r"\1", r"mlx_lm_\1"),
     ),
+    "operations": (Measurement(r"([^/]+)/ratio", "{1}", "", r"\1/ours", r"\1/mlx_lm"),),
     "ring": (
         Measurement(
             r"window_(\d+)_chunk_(\d+)/(\w+)_ratio",

@@ -7,6 +7,8 @@ B rows, Hq query heads, H KV heads, r = Hq / H, S queries, N slots, D and Dv hea
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -38,8 +40,9 @@ from mlx_kv.cache.residual import Places, Residual
 BLOCK_ELEMENTS = 2**19  # converted to floats at a time, of all rows and heads: 2 MB
 WHOLE_IN_BYTES = (2, 4, 8)  # bits: a byte holds a whole number of elements
 # Measured on a CPU: with 16 queries of 2,000 slots, decoding first takes 1.4 times as long in 4 and 8 bits, with 64 as
-# long or less, with 640 half as long; in 3 bits a fifth with 16. On a GPU not measured.
-MAX_PACKED, MAX_PACKED_PRODUCT = 32, 3
+# long or less, with 640 half as long; in 3 bits a fifth with 16. A GPU decodes within its product: as many as a batch
+# that decodes has (not measured).
+MAX_PACKED, MAX_PACKED_PRODUCT, MAX_PACKED_GPU = 32, 3, 512
 DECODED_ON_CPU = ("mxfp8",)  # the packed product takes twice as long as decoding first
 
 
@@ -58,6 +61,14 @@ class Operand(Protocol):
     def mixed(self, weights: mx.array, slots: int) -> mx.array:
         """(B, H, m, D): the first slots, as values, weighted by (B, H, m, slots) and added up."""
         ...
+
+
+class Operands(NamedTuple):
+    """What attention reads: keys and values of n tokens, and a mask that broadcasts to (B, Hq, S, n), or None."""
+
+    keys: Operand
+    values: Operand
+    mask: Mask
 
 
 class Dense:
@@ -132,7 +143,7 @@ def operand_of(codec: Codec, planes: Planes, dtype: mx.Dtype, queries: int = 1) 
         return Dense(codec.decode(planes, dtype))
     whole = packing.mode == "affine" and packing.bits in WHOLE_IN_BYTES
     # With more queries it is decoded once, and not for each block of them.
-    if queries > (MAX_PACKED if whole or not on_cpu() else MAX_PACKED_PRODUCT):
+    if queries > (MAX_PACKED_GPU if not on_cpu() else MAX_PACKED if whole else MAX_PACKED_PRODUCT):
         return Dense(codec.decode(planes, dtype))
     return Packed(planes, packing)
 
@@ -398,39 +409,61 @@ def attend_partly(
     return Partial(*(mx.concatenate(list(same), axis=2) for same in zip(*partials, strict=True)))
 
 
+def attend_beside(
+    shared: Sequence[Operands], own: Operands, queries: mx.array, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """(B, Hq, S, Dv): attention over tokens that rows share, and over their own, by one softmax of all scores.
+
+    For few queries on a GPU, where a step takes as long as its calls: half as many as for partial results.
+
+    Args:
+        shared: (1, H, n, D) and (1, H, n, Dv) each; masks (B, 1, 1, n), or None where all rows see all.
+        own: (B, H, N, D) and (B, H, N, Dv).
+        queries, scale, sinks: as of `attend`.
+    """
+    rows, query_heads, new, dim = queries.shape
+    heads, queries = own.keys.shape[1], queries * scale
+
+    def by_row(x: mx.array) -> mx.array:  # (1, H, r B S, n) as (B, H, r, S, n)
+        return x.reshape(heads, -1, rows, new, x.shape[3]).transpose(2, 0, 1, 3, 4)
+
+    everything = [*shared, own]
+    counts = [each.keys.shape[2] for each in everything]
+    together = queries.swapaxes(0, 1).reshape(1, heads, -1, dim)
+    scores = [by_row(each.keys.scores(together, count)) for each, count in zip(shared, counts, strict=False)]
+    apart = own.keys.scores(queries.reshape(rows, heads, -1, dim), counts[-1])
+    scores.append(apart.reshape(rows, heads, -1, new, counts[-1]))
+    seen = [_masked(each, operands.mask, 0, new) for each, operands in zip(scores, everything, strict=True)]
+    weights, total = _weights(mx.concatenate(seen, axis=-1), sinks)
+    *of_shared, of_own = mx.split(weights, list(itertools.accumulate(counts[:-1])), axis=-1)
+    mixed = own.values.mixed(of_own.reshape(rows, heads, -1, counts[-1]), counts[-1])
+    mixed = mixed.reshape(rows, heads, -1, new, mixed.shape[3])
+    for each, some, count in zip(shared, of_shared, counts, strict=False):
+        product = some.transpose(1, 2, 0, 3, 4).reshape(1, heads, -1, count)
+        mixed = mixed + by_row(each.values.mixed(product, count))
+    return (mixed if total is None else mixed / total).reshape(rows, query_heads, new, -1)
+
+
 def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     """(B, Hq, S, Dv) of float32: attention over all tokens, of partial results over all of them.
 
     Args:
         sinks: (Hq,) logits that take part in each softmax, and have no value.
     """
-    logits = None if sinks is None else sinks.astype(mx.float32)[:, None, None]
-    return (_combined if on_cpu() else _combined_at_once)(list(parts), logits).mixed
+    nothing = () if sinks is None else (Partial(mx.array(0.0), sinks.astype(mx.float32)[:, None, None]),)
+    return combined([*parts, *nothing]).mixed
 
 
 def combined(parts: Sequence[Partial]) -> Partial:
     """Attention over several parts of the tokens together."""
-    return parts[0] if len(parts) == 1 else _combined(list(parts), None)
+    return functools.reduce(lambda one, other: Partial(*_combined(one, other)), parts)
 
 
-def _combined(parts: list[Partial], logits: mx.array | None) -> Partial:
-    largest = parts[0].level
-    for part in parts[1:]:
-        largest = mx.maximum(largest, part.level)
-    largest = largest if logits is None else mx.maximum(largest, logits)
-    mixed, total = mx.array(0.0), mx.array(0.0) if logits is None else _power(logits - largest)
-    for part in parts:
-        weight = _power(part.level - largest)
-        mixed, total = mixed + part.mixed * weight, total + weight
-    return Partial(mixed / total, largest + mx.log(total))
-
-
-_combined_at_once = mx.compile(_combined, shapeless=True)  # one kernel
-
-
-def _power(x: mx.array) -> mx.array:
-    """e^x of float32 x <= 0."""
-    return exponential(x) if on_cpu() else mx.exp(x)
+@functools.partial(mx.compile, shapeless=True)
+def _combined(one: Partial, other: Partial) -> tuple[mx.array, mx.array]:
+    """Two calls, and one for the level where it is used: the two weigh e^level each."""
+    share = mx.sigmoid(one.level - other.level)
+    return other.mixed + share * (one.mixed - other.mixed), mx.logaddexp(one.level, other.level)
 
 
 def _masked(scores: mx.array, mask: mx.array | str | None, first: int, last: int) -> mx.array:
@@ -525,14 +558,6 @@ def exponential(x: mx.array) -> mx.array:
 # With a residual, two sets of keys stand side by side: those of the slots, and those of the residual. The mask lets
 # each query see each token in exactly one of the two. B rows, H KV heads, S queries, K slots that are read, m tokens
 # of the residual.
-
-
-class Operands(NamedTuple):
-    """What attention reads: keys and values of n tokens, and a mask that broadcasts to (B, Hq, S, n), or None."""
-
-    keys: Operand
-    values: Operand
-    mask: Mask
 
 
 class PackedAttention:

@@ -28,7 +28,7 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout, read_transi
 from mlx_kv.cache.checks import check_storage, check_type, check_update, whole_numbers
 from mlx_kv.cache.codecs import PLAIN, Bits, Choice, Codecs, Packing, are_plain, briefly, find_codecs, find_packings
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, TAIL_MULTIPLE, Growth, round_up
+from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, Growth, round_tail, round_up
 from mlx_kv.cache.head_groups import HeadGroups
 from mlx_kv.cache.layout import (
     NO_LIMIT,
@@ -881,7 +881,7 @@ class KVCache:
 
     def round_up(self, slots: int) -> int:
         """The least capacity that holds so many slots."""
-        return round_up(slots, TAIL_MULTIPLE if any(row.shared for row in self.rows) else SLOT_MULTIPLE)
+        return round_tail(slots) if any(row.shared for row in self.rows) else round_up(slots)
 
     @property
     def stored_bytes(self) -> int:

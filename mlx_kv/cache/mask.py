@@ -9,7 +9,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_kv.cache.layout import count_seen, count_slots
+from mlx_kv.cache.layout import Append, count_seen, count_slots
 from mlx_kv.cache.plan import Plan
 
 Mask = mx.array | Literal["causal"] | None
@@ -91,6 +91,10 @@ def make_mask(
         return None
     if sees_all and plan.uniform and not return_array:
         return "causal"
+    if plan.padded and plan.alike and isinstance(layout, Append) and window is None and not return_array:
+        first = plan.rows[0]
+        if first.offset >= 0 and plan.ranges == ((0, first.end + plan.new),):
+            return "causal"  # as if padding were in the slots behind: no token of a row sees these
     new = mx.arange(plan.new)[:, None]  # (S, 1)
     offsets = [row.offset for row in plan.rows]
     queries = new + offsets[0] if plan.uniform else new + mx.array(offsets)[:, None, None, None]

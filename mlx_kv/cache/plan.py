@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from mlx_kv.cache.growth import round_read
 from mlx_kv.cache.layout import NO_LIMIT, Layout, Row
 
 AHEAD = 8  # steps of decoding that are planned in one go
@@ -29,7 +30,8 @@ class Plan:
         filled: one past the last slot of the longest row before the update, as if nothing ever wrapped.
         needed: slots that must exist: [0, needed).
         ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
-        uniform: whether all rows are equal but for `high`, without padding: one slice write and one mask row serve all.
+        alike: whether all rows are equal but for `high`, and have as many new tokens.
+        uniform: whether they are, without padding: one slice write and one mask row serve all.
         ordered: whether nothing wraps, before or with this update.
         steady: whether the fast path may use this plan: no padding, no compaction due before it, not transient.
         bounded: whether the room for writes is limited.
@@ -43,6 +45,7 @@ class Plan:
     __slots__ = (
         "_next",
         "after",
+        "alike",
         "bounded",
         "counts",
         "filled",
@@ -67,9 +70,11 @@ class Plan:
         self.padded = counts is not None or (first.offset if alone else min([row.offset for row in rows])) < 0
         self.counts = (new,) * len(rows) if counts is None else counts
         self.filled = first.end if alone else max([row.end for row in rows])
-        self.uniform = not self.padded and (
-            alone or len({(row.start, row.offset, row.front, row.extra_slots, row.shared) for row in rows}) == 1
+        self.alike = alone or (
+            len({(row.start, row.offset, row.front, row.extra_slots, row.shared) for row in rows}) == 1
+            and len(set(self.counts)) == 1
         )
+        self.uniform = self.alike and not self.padded
         end = self.filled + new
         if self.padded:
             end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
@@ -79,12 +84,9 @@ class Plan:
         if self.uniform and not self.transient:
             self.ranges = layout.ranges(first, new)
         else:
-            # There is a mask anyway: reads a few slots more, so that devices see fewer shapes. At most 1/16 more, at
-            # least to a multiple of 16, never slots that do not exist. (A batch may begin with nothing but padding,
-            # which must see something.)
-            last = max(self.needed, 1)
-            step = min(256, 1 << max(4, last.bit_length() - 5))
-            self.ranges = ((0, min(-(-last // step) * step, most)),)
+            # There is a mask anyway: reads a few slots more, never slots that do not exist. (A batch may begin with
+            # nothing but padding, which must see something.)
+            self.ranges = ((0, min(round_read(max(self.needed, 1)), most)),)
         self.bounded = layout.room != NO_LIMIT
         due = [row for row in self.distinct if layout.compacted_if_due(row) is not row]
         self.steady = not (self.padded or self.transient or due)

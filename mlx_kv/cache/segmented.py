@@ -17,7 +17,19 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from mlx_kv.cache.attention import Dense, Joined, Operand, Partial, attend_partly, combined, merged, operand_of
+from mlx_kv.cache.attention import (
+    BLOCK_SCORES,
+    Dense,
+    Joined,
+    Operand,
+    Operands,
+    Partial,
+    attend_beside,
+    attend_partly,
+    combined,
+    merged,
+    operand_of,
+)
 from mlx_kv.cache.buffers import index_of, on_cpu
 from mlx_kv.cache.checks import whole_numbers
 from mlx_kv.cache.kv_cache import KVCache
@@ -88,11 +100,16 @@ class Reading:
         segments: of a chain, one after the other.
         rows: of the batch.
         counts: of each of these rows, how many of the segments' tokens it uses.
+
+    Attributes:
+        tokens: of all these segments.
     """
 
     def __init__(self, segments: Sequence[Segment], rows: tuple[int, ...], counts: Sequence[int]) -> None:
         self.rows, self._counts, self._slots = rows, tuple(counts), max(counts)
         self._segments, self._take = segments, index_of(rows)
+        self.tokens = sum(segment.tokens for segment in segments)
+        self._seen: mx.array | None = None
 
     def attend(self, queries: mx.array, scale: float) -> Partial:
         """Attention of the rows that read these segments, of queries (B, Hq, S, D)."""
@@ -102,9 +119,8 @@ class Reading:
         apart = on_cpu() and rows * new > MAX_JOINED
         partials, first = list[Partial](), 0
         for segments in [[segment] for segment in self._segments] if apart else [self._segments]:
-            pairs, lengths = [one.operands(rows * new) for one in segments], [one.tokens for one in segments]
-            keys, values = (Joined.of([pair[i] for pair in pairs], lengths) for i in range(2))
-            last = min(first + sum(lengths), self._slots)
+            keys, values = _joined(segments, rows * new)
+            last = min(first + keys.shape[2], self._slots)
             mask = self._mask(new, first, last)
             partials.append(attend_partly(together, keys, values, scale, mask, slots=last - first))
             first = last
@@ -117,13 +133,38 @@ class Reading:
         seen = mx.arange(first, last) < mx.array(self._counts)[:, None, None]  # (R, 1, n)
         return mx.broadcast_to(seen, (len(self.rows), new, last - first)).reshape(1, 1, -1, last - first)
 
+    def operands(self, batch: int, new: int) -> Operands:
+        """What is read, for queries (B, Hq, S, D) of the whole batch: rows that read nothing see nothing.
 
-def of_all_rows(rows: tuple[int, ...], partial: Partial, batch: int) -> Partial:
-    """The same of every row of the batch: nothing was read of the others."""
-    if rows == tuple(range(batch)):
+        Args:
+            batch, new: B and S.
+        """
+        keys, values = _joined(self._segments, batch * new)
+        if len(self.rows) == batch and min(self._counts) >= self.tokens:
+            return Operands(keys, values, None)
+        if self._seen is None:  # in the next steps, too
+            counts = dict(zip(self.rows, self._counts, strict=True))
+            seen = mx.arange(self.tokens) < mx.array([counts.get(row, 0) for row in range(batch)])[:, None, None, None]
+            self._seen = seen
+        return Operands(keys, values, self._seen)
+
+
+def _joined(segments: Sequence[Segment], queries: int) -> tuple[Operand, Operand]:
+    """Keys and values of segments, one after the other, for so many queries."""
+    pairs, lengths = [one.operands(queries) for one in segments], [one.tokens for one in segments]
+    keys, values = (Joined.of([pair[i] for pair in pairs], lengths) for i in range(2))
+    return keys, values
+
+
+def of_rows(rows: tuple[int, ...], partial: Partial, chosen: tuple[int, ...]) -> Partial:
+    """A partial result of some rows as that of others: nothing was read of those that are not among them."""
+    if rows == chosen:
         return partial
     place = {row: index for index, row in enumerate(rows)}
-    index = mx.array([place.get(row, len(rows)) for row in range(batch)])
+    if set(chosen) <= set(rows):
+        index = index_of([place[row] for row in chosen])
+        return Partial(partial.mixed[index], partial.level[index])
+    index = mx.array([place.get(row, len(rows)) for row in chosen])
     nothing = 0.0, mx.finfo(mx.float32).min
     return Partial(
         *(
@@ -169,53 +210,65 @@ def attend(
         readings: the segments that rows read.
         keys, values: of the new tokens, (B, H, S, Dk) and (B, H, S, Dv).
     """
-    outputs: list[mx.array] = []
-    partials: list[tuple[tuple[int, ...], Partial]] = []
+    rows_read = {row for reading in readings for row in reading.rows}
+    at_once = len(parts) == 1 and _few_scores(call.queries.shape, readings)
+    outputs, partials = list[mx.array](), list[tuple[tuple[int, ...], Partial]]()
     for cache, rows, take in parts:
         queries, lengths = call.queries[take], cache.lengths
         if lengths is not None and not any(lengths) and cache.evictor is None:
             # Only padding, whose outputs are not used, but finite: prompts of other classes are longer.
             outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
-            partials.append((rows, Partial(outputs[-1], mx.zeros((*queries.shape[:3], 1)))))
             continue
-        if readings:
+        reads = not rows_read.isdisjoint(rows)
+        if reads:
             cache.ungroup()  # heads by length can only be attended to alone
         layer_mask = mask.of(rows, cache)
         read, read_values = cache.update_and_fetch(keys[take], values[take])
         part_call = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=layer_mask)
-        if readings:
-            partials.append((rows, attend_tails(cache, part_call)))
-        else:
+        if not reads:
             hook = cache.attention_hook
             outputs.append(part_call.forward() if hook is None else hook.attend(part_call))
-    if not readings:
-        return parts.joined(outputs)
-    partials += [(reading.rows, reading.attend(call.queries, call.scale)) for reading in readings]
-    everyone = [of_all_rows(rows, partial, parts.rows) for rows, partial in partials]
-    return merged(everyone, call.sinks).astype(call.queries.dtype)
+        elif at_once and (cache.evictor is None or not cache.evictor.wants_attention):
+            shared = [reading.operands(parts.rows, queries.shape[2]) for reading in readings]
+            outputs.append(attend_beside(shared, _operands(cache, part_call), queries, call.scale, call.sinks))
+        else:
+            partials = partials or [(each.rows, each.attend(call.queries, call.scale)) for each in readings]
+            own = [of_rows(others, each, rows) for others, each in partials if not set(others).isdisjoint(rows)]
+            all_read = merged([attend_tails(cache, part_call), *own], call.sinks)
+            outputs.append(all_read.astype(queries.dtype))
+    return parts.joined(outputs)
+
+
+def _few_scores(shape: tuple[int, ...], readings: Sequence[Reading]) -> bool:
+    """Whether a GPU may hold scores of queries (B, Hq, S, D) over all segments, and rows read half of them at least."""
+    rows, query_heads, new, _ = shape
+    slots = rows * sum(reading.tokens for reading in readings)
+    read = sum(len(reading.rows) * reading.tokens for reading in readings)
+    return not on_cpu() and slots <= 2 * read and slots * query_heads * new <= BLOCK_SCORES[mx.DeviceType.gpu]
 
 
 def attend_tails(cache: KVCache, call: Call) -> Partial:
     """Attention after an update, to be merged with that over the segments that the rows share."""
-    evictor, attention = cache.evictor, cache._attention()
-    evictor = evictor if evictor is not None and evictor.wants_attention else None
+    evictor = cache.evictor if cache.evictor is not None and cache.evictor.wants_attention else None
     call = call if evictor is None else evictor.masked(call, cache.rows, cache._counts)
-    keys: Operand
-    values: Operand
-    if attention is not None:
-        keys, values, mask = attention.operands(call)
-    elif cache._packed:  # mlx-lm's attention reads these
-        keys, values = (
-            operand_of(codec, planes, call.queries.dtype)
-            for codec, planes in zip(cache.codecs, (call.keys, call.values), strict=True)
-        )
-        mask = call.mask
-    else:
-        keys, values, mask = Dense(call.keys), Dense(call.values), call.mask
+    keys, values, mask = _operands(cache, call)
     partial = attend_partly(call.queries, keys, values, call.scale, mask)
     if evictor is None:
         return partial
     return partial._replace(mixed=evictor.observed(call, partial.mixed, cache.rows, cache._counts))
+
+
+def _operands(cache: KVCache, call: Call) -> Operands:
+    """What attention reads after an update."""
+    if (attention := cache._attention()) is not None:
+        return attention.operands(call)
+    if not cache._packed:
+        return Operands(Dense(call.keys), Dense(call.values), call.mask)
+    keys, values = (  # mlx-lm's attention reads these
+        operand_of(codec, planes, call.queries.dtype)
+        for codec, planes in zip(cache.codecs, (call.keys, call.values), strict=True)
+    )
+    return Operands(keys, values, call.mask)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mlx_kv.cache.attention import Operand, operand_of
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
+from mlx_kv.cache.growth import round_tail, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Row
 
@@ -93,7 +93,7 @@ def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:
             parts.append((segment.buffers, first, last))
         end += count
     parts.append((buffers, max(more, 0), row.end))
-    capacity = round_up(row.end - more + 1, TAIL_MULTIPLE if more > 0 else SLOT_MULTIPLE)
+    capacity = (round_tail if more > 0 else round_up)(row.end - more + 1)
     keys, values = (
         SlotBuffer.in_order([(stored[which], first, last) for stored, first, last in parts], capacity)
         for which in range(2)

@@ -21,13 +21,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from mlx_kv.cache.growth import DEFAULT, Growth
+from mlx_kv.cache.buffers import on_cpu
+from mlx_kv.cache.growth import DEFAULT, Growth, round_read
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.cache.rows import grow_early
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import (
+    MAX_PROMPTS_AT_ONCE,
     MIN_CHUNK,
     MIN_SHARED,
+    PassSize,
     PrefillPace,
     Source,
     continue_from,
@@ -38,7 +41,6 @@ from mlx_kv.generation.admission import (
 from mlx_kv.generation.decoder import Decoder, make_decoder
 from mlx_kv.generation.prefill import (
     CHUNKS_AT_ONCE,
-    MAX_PROMPTS_AT_ONCE,
     NO_INSTRUCTIONS,
     Instructions,
     TwoPassQueue,
@@ -69,10 +71,6 @@ from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of, trim_all
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
 
-# Chunks of prompts in one pass. On a CPU more would keep it no busier, but all rows waiting: those that decode for a
-# token, and the first of the prompts for the last. A GPU reads 16 x 2,000 tokens in a third of the time if eight
-# prompts are read together, which is mlx-lm's number; where rows decode beside them, `max_wait` limits what is read.
-CHUNKS_TOGETHER = {mx.DeviceType.cpu: 2, mx.DeviceType.gpu: MAX_PROMPTS_AT_ONCE}
 MAX_CONTINUING = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
@@ -147,7 +145,7 @@ class Engine:
         self.stream = generation_stream
         self.step_size = settings.prefill_step_size or decoder.step_size
         chunk = decoder.chunk
-        self._max_tokens = CHUNKS_TOGETHER[mx.default_device().type] * chunk
+        self._pass_size = PassSize(chunk, decoder._communicator.distributed)
         self._max_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, settings.instructions)
         self._beginnings = decoder.beginnings(self.step_size)
@@ -284,9 +282,12 @@ class Engine:
             step = self._pace.chunk(len(self._admission.rows))
         queue = list(islice(self._waiting, MAX_CONTINUING))
         limits = [min(self._chunk(row.left, step), self._beginnings.stop(row, queue)) for row in self._admission.rows]
-        tokens = self._admission.read(limits)
-        if self._pace is not None:
-            self._pace.record(tokens, time.perf_counter() - started)
+        tokens = self._admission.read(limits, pad=not (self._equal_rows or self._equal_prompts))
+        if tokens:
+            seconds = time.perf_counter() - started
+            self._pass_size.record(tokens, seconds)
+            if self._pace is not None:
+                self._pace.record(tokens, seconds)
         self._copy_to_waiting()
         self._admission.keep_prefixes()
         self._join()
@@ -295,7 +296,8 @@ class Engine:
         """Tokens of a prompt to be read next: equal chunks are padded least beside those of other prompts."""
         if len(self._admission.rows) == 1 or self._beginnings.by_chunk < NO_LIMIT or left <= 0:
             return step
-        return math.ceil(left / math.ceil(left / step))
+        chunk = math.ceil(left / math.ceil(left / step))
+        return chunk if on_cpu() else min(step, round_read(chunk))
 
     def _join(self) -> None:
         sequences, caches, drafter_caches = self._admission.take_finished()
@@ -319,14 +321,19 @@ class Engine:
                 break
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
             several = reading and max(reading) > self.step_size
-            too_many = len(reading) >= self._max_long if several else sum(reading) + left > self._max_tokens
+            too_many = len(reading) >= self._max_long if several else sum(reading) + left > self._pass_size.tokens
             if reading and too_many:
                 break
             del self._waiting[position]
             self._continue_from(first, source)
-            first.start()
             admitted.append(first)
             reading.append(len(first.tokens))
+        if not on_cpu():  # each number of rows is a shape of its own: 1, 2, 4 or 8
+            while len(admitted) > 1 and len(reading).bit_count() > 1:
+                reading.pop()
+                self._waiting.appendleft(admitted.pop())
+        for sequence in admitted:
+            sequence.start()
         self._admission.add([self._decoder.pending(sequence) for sequence in admitted])
 
     def _next(self, admitted: Sequence[TokenSequence]) -> tuple[int, Source | None] | None:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.buffers import on_cpu
-from mlx_kv.cache.growth import SLOT_MULTIPLE, Growth, round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, Growth, round_read, round_up
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
 from mlx_kv.generation.encoding import QUERY, apply_template
@@ -29,7 +29,6 @@ from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import whole_number
 
 PREFILL_STEP = 2048
-MAX_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
 CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait meanwhile
 FREED_SHARE = 16  # of a GPU's memory: what MLX may keep of a chunk's for the next one
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
@@ -99,28 +98,37 @@ def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
             cache.before_write()
 
 
-def read_chunk(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]] | mx.array) -> None:
+def read_chunk(
+    model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]] | mx.array, pad: bool = False
+) -> None:
     """Puts tokens into caches, for nothing but their keys and values, which are computed when this returns.
 
     Args:
         model: or anything else that reads tokens (B, n) into caches.
         rows: tokens (B, n), or lists of any lengths, some of which may be empty.
+        pad: lists get padding to one of few lengths on a GPU, which prepares itself for each new shape of attention.
     """
     if isinstance(rows, mx.array):
         announce(caches, [rows.shape[1]] * rows.shape[0])
         model(rows, cache=caches)
     else:
-        read_ragged(model, caches, rows)
+        longest = max(map(len, rows))
+        if pad and not on_cpu():  # up to what rings plan for
+            planned = (cache.max_write for cache in attention_caches(caches))
+            longest = max(longest, min([round_read(longest), *(most for most in planned if most is not None)]))
+        read_ragged(model, caches, rows, longest)
     mx.eval([cache.state for cache in caches])  # the logits are never computed
     if mx.get_cache_memory() > max_freed():
         mx.clear_cache()
 
 
-def read_ragged(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]]) -> mx.array:
-    """One pass over rows of any lengths, shorter ones padded on the right: logits (B, longest, V)."""
+def read_ragged(
+    model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]], longest: int = 0
+) -> mx.array:
+    """One pass over rows of any lengths, padded on the right to the longest, or to more: logits (B, longest, V)."""
     lengths = [len(row) for row in rows]
     announce(caches, lengths)
-    longest = max(lengths)
+    longest = max(longest, *lengths)
     ragged = min(lengths) < longest
     if ragged:
         for cache in caches:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, FixedStep, round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, round_tail
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.row_classes import MAX_PADDING
@@ -134,7 +134,7 @@ class RowPlan:
 
         Two rows may have whole copies beside: the one that reads the shared tokens, and one that has not joined others.
         """
-        tails = [round_up(row.slots - row.shared + 1, TAIL_MULTIPLE) for row in rows]
+        tails = [round_tail(row.slots - row.shared + 1) for row in rows]
         segments = sum(row.shared - row.first for row in rows)
         max_tails = min(len(rows) * max(tails), int(MAX_PADDING * sum(tails)) + class_slots)
         return (segments + max_tails) * self.memory.bytes_per_slot + 2 * self.nbytes(max(row.slots for row in rows))

@@ -8,10 +8,10 @@ import pytest
 from test_own_attention import TOLERANCE, normal, operand, reference, stored, wide
 
 from mlx_kv.cache import attention
-from mlx_kv.cache.attention import Dense, attend_partly, merged
+from mlx_kv.cache.attention import Dense, Operands, attend_beside, attend_partly, merged
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import PLAIN, Affine
-from mlx_kv.cache.segmented import of_all_rows, readings_of
+from mlx_kv.cache.segmented import of_rows, readings_of
 from mlx_kv.cache.segments import Segment
 
 
@@ -42,8 +42,11 @@ def test_parts_of_the_tokens_are_merged(cpu: bool, dtype: mx.Dtype, new: int, mo
 def test_rows_use_as_many_tokens_of_a_segment_as_their_prompts_share(
     cpu: bool, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By partial results, and by one softmax beside tails."""
     monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
     q = normal((4, 6, new, 64), mx.float32, 1)
+    own = [normal((4, 2, 9, 64), mx.float32, seed) for seed in (5, 6)]
+    shown, sinks = mx.random.bernoulli(0.7, (4, 1, new, 9)), normal((6,), mx.float32, 7)
     k, v = (normal((1, 2, 100, 64), mx.float32, seed) for seed in (2, 3))
     first, second = (
         Segment(
@@ -54,8 +57,18 @@ def test_rows_use_as_many_tokens_of_a_segment_as_their_prompts_share(
     chains = [((first, 60), (second, 40)), ((first, 37),), ((first, 60), (second, 4)), ((first, 60), (second, 40))]
     counts = [100, 37, 64, 100]
     readings = readings_of(chains, counts)
-    got = merged([of_all_rows(reading.rows, reading.attend(q, 0.125), 4) for reading in readings])
+    got = merged([of_rows(reading.rows, reading.attend(q, 0.125), (0, 1, 2, 3)) for reading in readings])
     for row, count in enumerate(counts):
         keys, values = (wide(x[:, :, :count]) for x in (k, v))
         wanted = reference(wide(q[row : row + 1]), keys, values, 0.125, None, None)
+        np.testing.assert_allclose(wide(got[row : row + 1]), wanted, atol=2e-5, rtol=2e-5)
+    tails = Operands(Dense(own[0]), Dense(own[1]), shown)
+    got = attend_beside([reading.operands(4, new) for reading in readings], tails, q, 0.125, sinks)
+    for row, count in enumerate(counts):
+        keys, values = (
+            np.concatenate([wide(x[:, :, :count]), wide(y[row : row + 1])], axis=2)
+            for x, y in zip((k, v), own, strict=True)
+        )
+        seen = np.concatenate([np.ones((new, count), bool), np.array(shown)[row, 0]], axis=1)
+        wanted = reference(wide(q[row : row + 1]), keys, values, 0.125, seen, wide(sinks))
         np.testing.assert_allclose(wide(got[row : row + 1]), wanted, atol=2e-5, rtol=2e-5)

@@ -43,7 +43,7 @@ class SharingBatches(Batches):
     def begin(self, kind: Kind, rows: int, seed: int, period: int, tokens: int, cuts: list[float], more: int) -> None:
         row_classes.assign_classes = anywhere(seed)  # type: ignore[assignment]
         row_classes.min_saving = lambda: seed % 30
-        attention.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
+        attention.on_cpu = segmented.on_cpu = lambda: seed % 2 == 0  # partial results, or one softmax as on a GPU
         segmented.MAX_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
         super().begin(kind, 1, seed, period)
         first = self.batches[0]
@@ -91,7 +91,8 @@ class SharingBatches(Batches):
             assert cache.nbytes == tails + sum(part.nbytes for part in cache.segments)
 
     def teardown(self) -> None:
-        row_classes.assign_classes, row_classes.min_saving, attention.on_cpu = RULE, MIN_SAVING, ON_CPU
+        row_classes.assign_classes, row_classes.min_saving = RULE, MIN_SAVING
+        attention.on_cpu = segmented.on_cpu = ON_CPU
         segmented.MAX_JOINED = MAX_JOINED
         super().teardown()
 

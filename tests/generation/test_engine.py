@@ -22,6 +22,7 @@ from mlx_kv import (
     stream_generate,
     trim_prompt_cache,
 )
+from mlx_kv.generation.admission import PassSize
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.prefill import max_freed
 from mlx_kv.generation.sequence import UNLIMITED, AnswerLengths, TokenSequence
@@ -288,7 +289,7 @@ def test_prompts_are_read_together_as_far_as_they_fit() -> None:
     model = make_model("llama")
     made = make_engine(model, set())
     assert isinstance(made, Engine)
-    made._max_tokens = 30
+    made._pass_size = PassSize(15, fixed=True)
     prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
     for index, prompt in enumerate(prompts):
         made.submit(TokenSequence(index, prompt, 6))
@@ -308,7 +309,6 @@ def test_prompts_are_read_together_as_far_as_they_fit() -> None:
 
 def test_a_gpu_reads_eight_prompts_in_a_pass_and_keeps_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many tokens as a chunk has; and what a pass frees is there for the next, up to a share of its memory."""
-    monkeypatch.setattr("mlx_kv.generation.engine.CHUNKS_TOGETHER", {mx.default_device().type: 8})
     monkeypatch.setattr("mlx_kv.generation.decoder.chunk_for", lambda model: len(PROMPT))
     cleared, passes = [0], []
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(cleared.pop() + 1))
@@ -318,6 +318,8 @@ def test_a_gpu_reads_eight_prompts_in_a_pass_and_keeps_their_memory(monkeypatch:
     try:
         model = make_model("llama")
         made = make_engine(model, set(), max_batch_size=16)
+        assert isinstance(made, Engine)
+        made._pass_size.tokens *= 4  # as if larger passes had been faster
         prompts = [[index, *PROMPT[1:]] for index in range(16)]
         for index, prompt in enumerate(prompts):
             made.submit(TokenSequence(index, prompt, 3))

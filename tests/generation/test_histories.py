@@ -1,12 +1,13 @@
 """Random histories of an engine: sequences come, go on from prefixes and drafts, lose their rows, and are cancelled.
 
-Each that ends has the tokens that it has alone. This runs 2,000:
+Each that ends has the tokens that it has alone on a CPU, also where everything is chosen as on a GPU. This runs 2,000:
 
     PYTHONPATH=.:tests python tests/generation/test_histories.py 2000
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engines import make_engine
+from engines import as_on_a_gpu, make_engine
 from test_batch_generation import shaken
 from test_company import BEGINNING, CASES, CHUNK, COARSE, NEARLY, NEARLY_IF_COARSE, policy_for, until_a_tie
 from tiny_models import VOCAB, make_model
@@ -152,7 +153,8 @@ def play(numbers: range) -> tuple[int, int]:
     for number in numbers:
         history = History(number)
         try:
-            history.run()
+            with as_on_a_gpu() if number // len(CASES) % 2 else contextlib.nullcontext():
+                history.run()
             history.check()
         except BaseException as error:
             error.add_note(f"history {number}: {history.family}, {history.name}")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import make_engine
+from engines import as_on_a_gpu, make_engine
+from tiny_models import make_model
 
 from mlx_kv import CachePolicy
-from mlx_kv.generation.admission import FIRST_CHUNK, MIN_CHUNK, PrefillPace
+from mlx_kv.cache.layout import Append, Row
+from mlx_kv.cache.mask import make_mask
+from mlx_kv.cache.plan import Plan
+from mlx_kv.cache.protocol import Call
+from mlx_kv.generation.admission import FIRST_CHUNK, MIN_CHUNK, PassSize, PrefillPace
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.mlxlm.attention import AttentionPatch
 
 PROMPTS = {0: [(5 * i + 3) % 90 for i in range(30)], 1: [(7 * i * i + 3 * i) % 90 for i in range(900)]}
 
@@ -19,14 +28,102 @@ def test_a_chunk_has_as_many_tokens_as_fit_into_a_wait() -> None:
     pace = PrefillPace(0.5, 2048)
     assert pace.chunk(1) == FIRST_CHUNK
     pace.record(128, 0.064)  # half a millisecond each
-    assert pace.chunk(1) == 960
+    assert pace.chunk(1) == 768
     assert pace.chunk(4) == 192
     pace.record(10, 5.0)  # a pass of so few says nothing
-    assert pace.chunk(1) == 960
+    assert pace.chunk(1) == 768
     pace.record(1000, 100.0)
     assert pace.chunk(1) == MIN_CHUNK
     pace.record(1000, 1e-9)
     assert pace.chunk(3) == 2048
+
+
+def test_passes_grow_while_more_tokens_are_read_faster() -> None:
+    size = PassSize(2048)
+    size.record(1500, 0.050)  # 30,000 tokens a second
+    size.record(300, 0.015)
+    assert size.tokens == 4096
+    size.record(3000, 0.095)  # hardly more
+    assert size.tokens == 4096
+    size.record(4000, 0.100)
+    assert size.tokens == 8192
+    size.record(4000, 0.050)  # no pass as large as it may be now
+    assert size.tokens == 8192
+    size.record(8000, 0.050)
+    size.record(16_000, 0.090)
+    assert size.tokens == 16_384  # eight prompts of 2,048 tokens
+
+
+def test_no_pass_is_to_take_a_second() -> None:
+    size = PassSize(512)
+    size.record(512, 0.8)
+    size.record(1000, 0.9)  # twice as fast, but twice as many would take 1.8 s
+    assert size.tokens == 1024
+    size.record(1000, 0.4)
+    assert size.tokens == 2048
+
+
+def test_processes_of_one_model_read_passes_of_one_size() -> None:
+    size = PassSize(512, fixed=True)
+    size.record(512, 0.8)
+    size.record(1000, 0.1)
+    assert size.tokens == 1024
+
+
+class Shapes:
+    """A hook of attention that records how many rows, queries and keys calls with several queries have."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int, int], int] = {}
+
+    def attend(self, call: Call) -> mx.array:
+        rows, _, new, _ = call.queries.shape
+        if new > 2:  # probes of models have one and two
+            key = rows, new, call.keys.shape[2]
+            self.seen[key] = self.seen.get(key, 0) + 1
+        return call.forward()
+
+
+def closed_loop(model: Any, lengths: Iterator[int], clients: int, total: int) -> dict[tuple[int, int, int], int]:
+    """The shapes of attention over prompts of such lengths; each client sends the next when its last one was answered.
+
+    Answers have 1 to 64 tokens.
+    """
+    shapes, draw = Shapes(), random.Random(0)
+    prompts = [[draw.randrange(60) for _ in range(count)] for count in islice(lengths, total)]
+    coming = iter([TokenSequence(index, prompt, draw.randint(1, 64)) for index, prompt in enumerate(prompts)])
+    with AttentionPatch(model, default_hook=shapes), as_on_a_gpu():
+        engine = make_engine(model, set(), None, clients, 2048)
+        for sequence in islice(coming, clients):
+            engine.submit(sequence)
+        while engine.busy:
+            for token in engine.step():
+                if token.finish_reason is not None and (following := next(coming, None)) is not None:
+                    engine.submit(following)
+        engine.close()
+    return shapes.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [1000, 2000])
+def test_a_thousand_prompts_of_any_length_need_few_shapes_of_attention(longest: int) -> None:
+    """A GPU prepares itself for each new one. With 16 clients; 620 shapes or more where nothing is padded."""
+    draw = random.Random(longest)
+    shapes = closed_loop(make_model("llama"), iter(lambda: draw.randint(1, longest), 0), 16, 1000)
+    assert sum(shapes.values()) > 2 * 500  # of two layers
+    assert len(shapes) <= 40
+
+
+def test_prompts_are_padded_to_few_lengths_and_read_alone_without_an_array() -> None:
+    """As on a GPU: 128 for 65 to 128 tokens; the mask is "causal" then, since padding stands behind all tokens."""
+    shapes = closed_loop(make_model("llama"), iter([70, 97, 128, 100, 90]), 1, 5)
+    assert shapes.keys() == {(1, 128, 128)}
+    with as_on_a_gpu():
+        plan = Plan(Append(), (Row(offset=256, high=256),), 128, (99,))
+        assert plan.ranges == ((0, 384),)
+        assert make_mask(plan) == "causal"
+        for rows, counts in (((Row(), Row()), (99, 98)), ((Row(offset=250, high=250),), (99,))):
+            assert isinstance(make_mask(Plan(Append(), rows, 128, counts)), mx.array)
 
 
 def run(model: Any, policy: CachePolicy, max_wait: float | None) -> tuple[dict[int, list[int]], list[int]]:

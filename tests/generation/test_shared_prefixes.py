@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import make_engine
+from engines import as_on_a_gpu, make_engine
 from test_batch_generation import shaken
 from tiny_models import VOCAB, make_model
 
@@ -173,6 +173,21 @@ def test_a_prompt_is_read_once_and_held_once() -> None:
     per_token = sum(cache.nbytes // cache.capacity for cache in caches)
     # One prefix, and tails whose capacities are multiples of 32 slots and have room for a token more.
     assert most <= per_token * (len(SHARED) + len(prompts) * 64)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_tails_of_any_length_hold_what_is_read_of_them(gpu: bool) -> None:
+    """Beyond 1,024 slots, attention reads multiples of more than the 32 slots that short tails are multiples of."""
+    model, generator = made("llama"), mx.random.key(5)
+    own: Any = mx.random.randint(1, VOCAB, (3, 1100), key=generator).tolist()
+    prompts = [[*SHARED, *tail[: 1000 + 7 * number]] for number, tail in enumerate(own)]
+    engine = make_engine(model, set(), CachePolicy(), 3)
+    for index, prompt in enumerate(prompts):
+        engine.submit(TokenSequence(index, prompt, LENGTH))
+    with as_on_a_gpu() if gpu else nullcontext():
+        answers, shared, _ = finished(engine)
+    assert shared
+    assert answers == alone(model, CachePolicy(), prompts)
 
 
 def test_all_that_wait_for_a_prompt_are_read_together() -> None:
