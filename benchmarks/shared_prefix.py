@@ -50,14 +50,13 @@ POLICIES = {
 @contextlib.contextmanager
 def without_sharing() -> Iterator[None]:
     """Batches that are made here keep whole copies of shared tokens."""
-    kind = mx.default_device().type
-    least, common = row_classes.MIN_SAVING[kind], Beginnings.common
-    row_classes.MIN_SAVING[kind] = 2**62
+    least, common = row_classes.min_saving, Beginnings.common
+    row_classes.min_saving = lambda: 2**62
     Beginnings.common = lambda *_: 0  # type: ignore[method-assign]
     try:
         yield
     finally:
-        row_classes.MIN_SAVING[kind], Beginnings.common = least, common  # type: ignore[method-assign]
+        row_classes.min_saving, Beginnings.common = least, common  # type: ignore[method-assign]
 
 
 def kept_prefix(model: Any, policy: CachePolicy, tokens: list[int]) -> PromptMemory:

@@ -8,34 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import mlx.core as mx
-
 from mlx_kv.settings import integer_fields
 
 SLOT_MULTIPLE = 256
 TAIL_MULTIPLE = 32  # behind shared first tokens: tails are short, and there are many
-# Of slots that are read, where some are hidden anyway: the least, and log2 of the parts of a power of two.
-READ_MULTIPLES = {mx.DeviceType.cpu: (16, 5), mx.DeviceType.gpu: (64, 3)}
 DOUBLED_TO = 1024  # below, fewer growths are worth the slack
 
 
 def round_up(slots: int, multiple: int = SLOT_MULTIPLE) -> int:
     """The smallest multiple that holds `slots`."""
     return -(-slots // multiple) * multiple
-
-
-def round_read(slots: int) -> int:
-    """Slots that attention reads where it needs so many: few numbers, as devices prepare themselves for each shape.
-
-    A GPU reads 64, 128, ..., 512, 640, ..., 1,024, 1,280, ...: at most a quarter more from 256 on.
-    """
-    least, part = READ_MULTIPLES[mx.default_device().type]
-    return round_up(slots, min(SLOT_MULTIPLE, max(least, 1 << max(0, slots.bit_length() - part))))
-
-
-def round_tail(slots: int) -> int:
-    """The capacity of a tail behind shared first tokens: all that attention may read."""
-    return round_up(round_read(slots), TAIL_MULTIPLE)
 
 
 class Growth(Protocol):

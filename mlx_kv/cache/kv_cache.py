@@ -28,7 +28,7 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout, read_transi
 from mlx_kv.cache.checks import check_storage, check_type, check_update, whole_numbers
 from mlx_kv.cache.codecs import PLAIN, Bits, Choice, Codecs, Packing, are_plain, briefly, find_codecs, find_packings
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, Growth, round_tail, round_up
+from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, Growth, round_up
 from mlx_kv.cache.head_groups import HeadGroups
 from mlx_kv.cache.layout import (
     NO_LIMIT,
@@ -45,7 +45,7 @@ from mlx_kv.cache.layout import (
     trim_rows,
 )
 from mlx_kv.cache.mask import Mask, make_mask
-from mlx_kv.cache.plan import Plan, plan_of
+from mlx_kv.cache.plan import Plan, plan_of, round_tail
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.state import CacheParts, CacheState, check_residual, cut_chain, in_state, restored

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mlx_kv.cache.growth import round_read
+import mlx.core as mx
+
+from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.layout import NO_LIMIT, Layout, Row
 
 AHEAD = 8  # steps of decoding that are planned in one go
 
 Index = tuple[slice, slice, slice]
+# Of slots that are read, where some are hidden anyway: the least, and log2 of the parts of a power of two.
+READ_MULTIPLES = {mx.DeviceType.cpu: (16, 5), mx.DeviceType.gpu: (64, 3)}
+
+
+def round_read(slots: int) -> int:
+    """Slots that attention reads where it needs so many: few numbers, as devices prepare themselves for each shape.
+
+    A GPU reads 64, 128, ..., 512, 640, ..., 1,024, 1,280, ...: at most a quarter more from 256 on.
+    """
+    least, part = READ_MULTIPLES[mx.default_device().type]
+    return round_up(slots, min(SLOT_MULTIPLE, max(least, 1 << max(0, slots.bit_length() - part))))
+
+
+def round_tail(slots: int) -> int:
+    """The capacity of a tail behind shared first tokens: all that attention may read."""
+    return round_up(round_read(slots), TAIL_MULTIPLE)
 
 
 def _slots(first: int, count: int) -> Index:

@@ -8,13 +8,14 @@ without arrays or layouts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import index_of
+from mlx_kv.cache.buffers import index_of, on_cpu
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, enough_slots
 from mlx_kv.cache.segments import Chain, read_from, sharable, shared_tokens
@@ -101,11 +102,11 @@ def _fewest_classes(needed_slots: Sequence[int], min_saving: int) -> RowClasses:
 # Rows that stay together stay in place: only caches that rows leave or join are made anew. B rows.
 
 
-# Slots that one class more, or one run of segments, has to save, for what it costs: some ten calls in each layer and
-# step. On a CPU that is the time in which attention reads a thousand slots or two. A GPU reads more of them meanwhile:
-# on an H200, with 8 KV heads of 128, 30,000 saved slots cost time and 120,000 gain some (docs/performance.md). GPUs of
-# Macs have a tenth of its bandwidth, so the number for them is lower; it was not measured.
-MIN_SAVING = {mx.DeviceType.cpu: 2**11, mx.DeviceType.gpu: 100_000 if mx.cuda.is_available() else 2**14}
+# One class more, or one run of segments, costs each layer and step some ten calls, and has to save slots for it. On a
+# CPU that is the time in which attention reads a thousand or two. On a GPU it is what the host needs for the calls: an
+# H200 reads 100,000 slots of 8 KV heads of 128 meanwhile.
+CPU_SAVING, MORE_CALLS, SLOT_BYTES = 2**11, 10, 4096
+LARGE = 2**26  # bytes that are read and written to measure how fast that is
 
 
 class Regrouping:
@@ -257,7 +258,27 @@ def _needed_slots(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[i
 
 def min_saving() -> int:
     """Slots that one class more has to save."""
-    return MIN_SAVING[mx.default_device().type]
+    return CPU_SAVING if on_cpu() else int(MORE_CALLS * bytes_in_a_call() / SLOT_BYTES)
+
+
+@lru_cache(1)
+def bytes_in_a_call() -> float:
+    """Bytes that the device reads or writes in the time in which the host launches an operation; measured once."""
+
+    def seconds(elements: int, count: int) -> float:
+        """Of one of so many operations, one after the other."""
+        tries = []
+        for _ in range(4):  # the first one makes the kernel
+            x = mx.zeros(elements, mx.uint8)
+            mx.eval(x)
+            started = time.perf_counter()
+            for _ in range(count):
+                x = x + 1
+            mx.eval(x)
+            tries.append((time.perf_counter() - started) / count)
+        return min(tries)
+
+    return seconds(1, 200) * 2 * LARGE / seconds(LARGE, 8)
 
 
 class Part(NamedTuple):

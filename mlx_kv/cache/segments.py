@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from mlx_kv.cache.attention import Operand, operand_of
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import round_tail, round_up
+from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Row
+from mlx_kv.cache.plan import round_tail
 
 
 class Segment:

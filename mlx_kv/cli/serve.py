@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +13,7 @@ import click
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import DraftOptions, ModelOptions, draft_options, read_template_settings
 from mlx_kv.cli.options import LEADERS_FILE, command, listed, not_needed, options, read_bytes
-from mlx_kv.cli.output import say
+from mlx_kv.cli.output import Progress, say
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
@@ -196,6 +198,12 @@ class ServerSettings:
         default_text="2048; on a CPU 512 to 64, as generate",
         help="Prompt tokens of a request per pass of the model.",
     )
+    no_warmup: bool = setting(
+        False,
+        option="--no-warmup",
+        help="Be ready at once: by default a GPU first prepares itself for prompts of all lengths, which takes it some "
+        "seconds.",
+    )
     drain_seconds: int = setting(
         30,
         option="--drain-seconds",
@@ -313,6 +321,23 @@ class SamplingDefaults:
         return replace(SamplingSettings.of_model(config), **options)
 
 
+def _show_warm_up() -> Callable[[int, int], None]:
+    """Shows how far the warm-up of a GPU is, and how long it took."""
+    bars: list[tuple[Progress, float]] = []
+
+    def show(done: int, total: int) -> None:
+        if done == 0:
+            bars.append((Progress([1.0] * total, "shape").__enter__(), time.monotonic()))
+            return
+        bar, started = bars[-1]
+        bar.step("warm-up")
+        if done == total:
+            bar.__exit__(None, None, None)
+            say(f"note: warm in {time.monotonic() - started:.1f} s")
+
+    return show
+
+
 # --- command ----------------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +415,7 @@ def serve(
         server.prompt_memory_bytes,
         None if server.prompt_store is None else open_store,
         "device" if server.memory_limit is None else server.memory_limit,
+        None if server.no_warmup or model.lazy_load else _show_warm_up(),
     )
     worker = Worker(load, settings, machine.group, IdleUnload(server.unload_after, unload, model.lazy_load))
     if not machine.leads:

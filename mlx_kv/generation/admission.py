@@ -102,29 +102,33 @@ class Admission:
             return rows[0]
         return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
 
-    def read(self, limits: Sequence[int], pad: bool = False) -> int:
-        """Reads a chunk of each prompt, up to its limit; returns the number of tokens. `pad` is as of `read_chunk`."""
+    def read(self, limits: Sequence[int], pad: bool = False, wait: bool = True) -> int:
+        """Reads a chunk of each prompt, up to its limit; returns the number of tokens.
+
+        Args:
+            pad, wait: as of `read_chunk`; a drafter is waited for.
+        """
         pieces = [
             row.sequence.tokens[row.read : row.read + min(count, row.left)]
             for row, count in zip(self.rows, limits, strict=True)
         ]
         if not any(pieces):
             return 0
-        read_chunk(self._model, self.caches, pieces, pad)
+        read_chunk(self._model, self.caches, pieces, pad, wait)
         if self._drafter is not None and self._drafter_caches:
             self._drafter.read(pieces, self._drafter_caches)
         for row, piece in zip(self.rows, pieces, strict=True):
             row.read += len(piece)
         return sum(map(len, pieces))
 
-    def keep_prefixes(self) -> None:
+    def keep_prefixes(self, wait: bool) -> None:
         """Gives copies of what was read to the sequences that keep it: after some chunks, and at the end."""
         for index, row in enumerate(self.rows):
             is_far = (row.total - row.kept) * MAX_CHECKPOINTS > row.total + row.left
             if row.sequence.keep is not None and row.total > row.kept and (row.left <= 0 or is_far):
                 row.kept = row.total
                 tokens = [*row.sequence.before, *row.sequence.tokens[: row.read]]
-                row.sequence.keep(tokens, evaluate_caches(self.extract(index)))
+                row.sequence.keep(tokens, evaluate_caches(self.extract(index), wait))
 
     def take_finished(self) -> tuple[list[TokenSequence], list[Any], list[Any]]:
         """Removes the rows that can decode, with the model's caches and the drafter's, as a batch."""

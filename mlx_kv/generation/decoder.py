@@ -69,10 +69,13 @@ class Decoder:
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
         self._contexts = RowContexts()
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
+        # Rows that joined since come after them; the token that they read next is pending.
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._undelivered: list[list[Emitted]] | None = None  # to be emitted next, without a pass
         self.drafted: list[int] = []  # tokens of each row in the last round
         self._launched_two: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
+        self.launched = self.stalls = 0  # passes without drafts; those before which the device had nothing to do
+        self.idle = False  # whether it has nothing to do although a pass was launched ahead: it was waited for
 
     # --- rows that come and go ------------------------------------------------------------------------------------
 
@@ -113,15 +116,17 @@ class Decoder:
         """Adds rows after those that there are; their caches have read all but the last token of their prompts."""
         if not sequences:
             return
-        self._flush()
+        # A batch holds zeros for missing recurrent state, from which some layers do not begin: a pass without it.
+        alone = self.drafter is None and bool(self.target.caches) and lacks_state(caches)
+        if alone or self.drafter is not None:
+            self._flush()
         texts = [[*row.before, *row.tokens] for row in sequences]
         samplers = [row.sampler for row in sequences]
         if self.drafter is not None:  # a draft guesses by the random keys of the places that it guesses
             samplers = [SeededSampler(s, None, 0) if isinstance(s, TemperatureSampler) else s for s in samplers]
         contexts = [RowContext(row.processors, text) for row, text in zip(sequences, texts, strict=True)]
         first: list[list[Emitted]] = [[] for _ in sequences]
-        if self.drafter is None and self.target.caches and lacks_state(caches):
-            # A batch holds zeros for missing recurrent state, from which some layers do not begin: a pass without it.
+        if alone:
             announce(caches, [1] * len(sequences))
             logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]
             logprobs = log_probabilities(RowContexts(contexts).after(logits, []))
@@ -152,9 +157,11 @@ class Decoder:
         self._contexts.keep(rows)
         if self._undelivered is not None:
             self._undelivered = [self._undelivered[row] for row in rows]
-        if self._ahead is not None and list(rows) != list(range(self._ahead[0].size)):
-            which = mx.array(list(rows))
-            self._ahead = (self._ahead[0][which], self._ahead[1][which]) if rows else None
+        if self._ahead is not None:
+            tokens, logprobs = self._ahead
+            which = [row for row in rows if row < tokens.size]
+            if len(which) < tokens.size:
+                self._ahead = (tokens[mx.array(which)], logprobs[mx.array(which)]) if which else None
 
     def extract(self, row: int) -> list[Any] | None:
         """Copies of a row's caches, as of `make_caches`: the model and the drafter have read the same tokens of it.
@@ -275,22 +282,31 @@ class Decoder:
             go_on: whether to launch the next one before.
         """
         tokens, logprobs = self._ahead or self._launch(choose, self.target.follow(), [])
-        self._ahead = self._launch(choose, self.target.follow(tokens), [tokens]) if go_on else None
+        joined = [tokens, *(mx.array(row, tokens.dtype) for row in self.target.pending[tokens.size :])]
+        following = tokens if len(joined) == 1 else mx.concatenate(joined)
+        self._ahead = self._launch(choose, self.target.follow(following), [tokens]) if go_on else None
         return self._finish(tokens, logprobs)
 
     def _finish(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
-        """Waits for a pass; returns its tokens, which become pending if no next one was launched, and (B, 1, V)."""
+        """Waits for a pass; returns its tokens, which become pending if no next one was launched, and (n, 1, V).
+
+        None of rows that joined behind it.
+        """
         known: Any = tokens.tolist()
+        received, joined = [[token] for token in known], self.target.pending[len(known) :]
         if self._ahead is None:
-            self.target.pending = [[token] for token in known]
-        return [[token] for token in known], logprobs[:, None]
+            self.target.pending = [*received, *joined]
+        return [*received, *([] for _ in joined)], logprobs[:, None]
 
     def _launch(self, choose: Chooser, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
         """Launches a pass; returns its tokens (B,) and log-probabilities (B, V), which are not waited for.
 
         Args:
-            unknown: tokens (B,) of passes before it that are on their way.
+            unknown: tokens (n,) of passes before it that are on their way, of the first n rows.
         """
+        self.launched += 1
+        self.stalls += self.idle or not unknown
+        self.idle = False
         logprobs = log_probabilities(self._contexts.after(logits, unknown))
         tokens = choose(logprobs, len(unknown))
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]

@@ -22,8 +22,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.buffers import on_cpu
-from mlx_kv.cache.growth import DEFAULT, Growth, round_read
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import NO_LIMIT
+from mlx_kv.cache.plan import round_read
 from mlx_kv.cache.rows import grow_early
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import (
@@ -74,6 +75,7 @@ from mlx_kv.settings import whole_number
 MAX_CONTINUING = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
+WAIT_EVERY = 32  # steps in one of which a chunk is waited for although rows decode
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Engine:
             statistics or SpeculationStatistics(),
             statistics is not None and decoder.drafter is not None,
         )
-        self._max_batch_size, (self._equal_rows, self._equal_prompts) = max_batch_size, equal_lengths
+        self.max_batch_size, (self._equal_rows, self._equal_prompts) = max_batch_size, equal_lengths
         self._classes = RowsByClass(decoder.target.model, max_batch_size)
         self._waiting: deque[TokenSequence] = deque()
         self.answers, self._growth = AnswerLengths(), growth
@@ -145,7 +147,7 @@ class Engine:
         self.stream = generation_stream
         self.step_size = settings.prefill_step_size or decoder.step_size
         chunk = decoder.chunk
-        self._pass_size = PassSize(chunk, decoder._communicator.distributed)
+        self.pass_size = PassSize(chunk, decoder._communicator.distributed)
         self._max_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, settings.instructions)
         self._beginnings = decoder.beginnings(self.step_size)
@@ -282,14 +284,17 @@ class Engine:
             step = self._pace.chunk(len(self._admission.rows))
         queue = list(islice(self._waiting, MAX_CONTINUING))
         limits = [min(self._chunk(row.left, step), self._beginnings.stop(row, queue)) for row in self._admission.rows]
-        tokens = self._admission.read(limits, pad=not (self._equal_rows or self._equal_prompts))
-        if tokens:
+        # A GPU reads while the next pass is described; now and then it is waited for, to learn its speed.
+        wait = on_cpu() or not self._active or self._decoder.drafter is not None or self._steps % WAIT_EVERY == 0
+        tokens = self._admission.read(limits, not (self._equal_rows or self._equal_prompts), wait)
+        if tokens and wait:
+            self._decoder.idle = True
             seconds = time.perf_counter() - started
-            self._pass_size.record(tokens, seconds)
+            self.pass_size.record(tokens, seconds)
             if self._pace is not None:
                 self._pace.record(tokens, seconds)
         self._copy_to_waiting()
-        self._admission.keep_prefixes()
+        self._admission.keep_prefixes(wait)
         self._join()
 
     def _chunk(self, left: int, step: int) -> int:
@@ -310,7 +315,7 @@ class Engine:
         """Moves waiting sequences to those that are read, as many as may be read together."""
         admitted: list[TokenSequence] = []
         reading = [row.left for row in self._admission.rows]
-        while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
+        while self._waiting and len(self._active) + len(reading) < self.max_batch_size:
             long = sum(left > MIN_CHUNK for left in reading)
             if long >= MAX_PROMPTS_AT_ONCE or (candidate := self._next(admitted)) is None:
                 break
@@ -321,7 +326,7 @@ class Engine:
                 break
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
             several = reading and max(reading) > self.step_size
-            too_many = len(reading) >= self._max_long if several else sum(reading) + left > self._pass_size.tokens
+            too_many = len(reading) >= self._max_long if several else sum(reading) + left > self.pass_size.tokens
             if reading and too_many:
                 break
             del self._waiting[position]
@@ -440,6 +445,11 @@ class Engine:
     def speculation(self) -> SpeculationStatistics | None:
         """Statistics of its drafts, updated by each step; None without a drafter."""
         return None if self._decoder.drafter is None else self._statistics
+
+    @property
+    def stalls(self) -> tuple[int, int]:
+        """Passes without drafts: those before which the device had nothing to do, and all."""
+        return self._decoder.stalls, self._decoder.launched
 
     def make_caches(self) -> list[Any]:
         """New caches for a `TokenSequence`: of all layers, then those of the drafter."""

@@ -17,7 +17,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.buffers import on_cpu
-from mlx_kv.cache.growth import SLOT_MULTIPLE, Growth, round_read, round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, Growth, round_up
+from mlx_kv.cache.plan import round_read
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
 from mlx_kv.generation.encoding import QUERY, apply_template
@@ -99,14 +100,19 @@ def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
 
 
 def read_chunk(
-    model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]] | mx.array, pad: bool = False
+    model: Callable[..., Any],
+    caches: Sequence[Any],
+    rows: Sequence[Sequence[int]] | mx.array,
+    pad: bool = False,
+    wait: bool = True,
 ) -> None:
-    """Puts tokens into caches, for nothing but their keys and values, which are computed when this returns.
+    """Puts tokens into caches, for nothing but their keys and values.
 
     Args:
         model: or anything else that reads tokens (B, n) into caches.
         rows: tokens (B, n), or lists of any lengths, some of which may be empty.
         pad: lists get padding to one of few lengths on a GPU, which prepares itself for each new shape of attention.
+        wait: whether they are computed when this returns; else they are on their way.
     """
     if isinstance(rows, mx.array):
         announce(caches, [rows.shape[1]] * rows.shape[0])
@@ -117,7 +123,11 @@ def read_chunk(
             planned = (cache.max_write for cache in attention_caches(caches))
             longest = max(longest, min([round_read(longest), *(most for most in planned if most is not None)]))
         read_ragged(model, caches, rows, longest)
-    mx.eval([cache.state for cache in caches])  # the logits are never computed
+    states = [cache.state for cache in caches]  # the logits are never computed
+    if not wait:
+        mx.async_eval(states)  # type: ignore[no-untyped-call]
+        return
+    mx.eval(states)
     if mx.get_cache_memory() > max_freed():
         mx.clear_cache()
 

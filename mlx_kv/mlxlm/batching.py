@@ -130,12 +130,16 @@ class RowsByClass:
             patch.close()
 
 
-def evaluate_caches(caches: list[Any]) -> list[Any]:
-    """Evaluates caches of one row of a batch, so that they no longer reference the batch's buffers."""
+def evaluate_caches(caches: list[Any], wait: bool = True) -> list[Any]:
+    """Evaluates caches of one row of a batch, so that they no longer reference the batch's buffers.
+
+    Args:
+        wait: whether that is done when this returns; else it is on its way.
+    """
     for cache in leaves(caches):
         if isinstance(cache, RecurrentState):
             cache.forget()  # its checkpoints are the batch's
         if isinstance(cache, stock.ArraysCache):  # mlx-lm's have slices of the batch's, which stay that: copy them
             cache.cache = [x if x is None else mx.take(x, mx.array([0]), axis=0) for x in cache.cache]
-    mx.eval([cache.state for cache in caches])
+    (mx.eval if wait else mx.async_eval)([cache.state for cache in caches])
     return caches

@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, round_tail
+from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
+from mlx_kv.cache.plan import round_tail
 from mlx_kv.cache.row_classes import MAX_PADDING
 from mlx_kv.generation.prefill import next_room
 from mlx_kv.generation.statistics import cache_statistics

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.row_classes import MIN_SAVING
+from mlx_kv.cache.row_classes import min_saving
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.admission import continue_from, shares_up_to, tokens_of
@@ -93,6 +93,8 @@ class WorkerSettings:
         prompt_memory_bytes: of cached prefixes in memory; 0 keeps none, None is what the memory limit leaves.
         open_store: opens the prompt store; None is without one.
         memory_limit: bytes of weights, rows and cached prefixes; "device" is what the device has, None is no limit.
+        warm_up: called while a GPU prepares itself for prompts of all lengths, with the shapes that are done and all;
+            None leaves that to the first requests.
     """
 
     policy: CachePolicy = field(default_factory=CachePolicy)
@@ -103,6 +105,7 @@ class WorkerSettings:
     prompt_memory_bytes: int | None = None
     open_store: OpenStore | None = None
     memory_limit: int | Literal["device"] | None = None
+    warm_up: Callable[[int, int], None] | None = None
 
     @property
     def keeps_prompts(self) -> bool:
@@ -158,7 +161,7 @@ def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chu
         planner.row(policy, step=1 + drafted, chunk=chunk or 0),
         RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
         drafted,
-        2 * MIN_SAVING[mx.default_device().type] if in_classes else None,
+        2 * min_saving() if in_classes else None,
         shares_up_to(make_prompt_cache(models.model, policy)) if shares else 0,
     )
 

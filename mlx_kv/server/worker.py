@@ -8,11 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.generation.sequence import FIRST_EXPECTED
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.generation.warm_up import warm_up
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import USUAL_PROMPT
@@ -239,7 +243,23 @@ class Worker:
         self.prompt_bytes = int(self._rows.prefixes.memory.max_bytes)
         self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
         self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
+        if settings.warm_up is not None and self.group is None and not on_cpu():
+            self._warm_up(settings.warm_up)
         self._unload.begin(models)
+
+    def _warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """A failure leaves it to the first requests."""
+        plain = replace(self.settings, drafting=DraftSettings())
+        spare = plain.engine(replace(self.models, draft=None), self.policy)
+        plan, limit = self.plan, self.limit
+
+        def fits(rows: int, tokens: int) -> bool:
+            return limit.fits(plan.together([plan.slots(tokens, 0)] * rows))
+
+        try:
+            warm_up(self._rows.engine, spare, self.vocabulary, fits, progress)
+        except Exception:
+            log.exception("the warm-up failed: the first requests are slower")
 
     def _serve(self) -> None:
         try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from engines import as_on_a_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_kv.cache import row_classes
 from mlx_kv.cache.row_classes import MAX_CLASSES, MAX_PADDING, TARGET_PADDING, RowClasses, assign_classes, padded_slots
 
 LEAST = 1024
@@ -99,3 +101,13 @@ def test_alike_rows_are_one_class(rows: int) -> None:
 
 def test_little_rows_are_one_class_however_they_differ() -> None:
     assert assign_classes((256, 256, 1024), (), ((0,), (1,), (2,)), 2048) == ((0, 1, 2),)
+
+
+def test_on_a_gpu_the_saving_that_pays_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the time of a call, a device reads some thousand bytes at least, and not the whole measured array."""
+    row_classes.bytes_in_a_call.cache_clear()
+    assert 100 < row_classes.bytes_in_a_call() < 2 * row_classes.LARGE
+    assert row_classes.min_saving() == 2048
+    monkeypatch.setattr(row_classes, "bytes_in_a_call", lambda: 44e6)  # as on an H100: 20 us at 2.2 TB/s
+    with as_on_a_gpu():
+        assert row_classes.min_saving() == 107_421

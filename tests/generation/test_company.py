@@ -101,7 +101,7 @@ def until_a_tie(
 def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(f"{family} {name}")
     model, policy, rows = make_model(family), policy_for(family, name), drawn.choice([2, 3, 5, 8])
-    monkeypatch.setitem(row_classes.MIN_SAVING, mx.DeviceType.cpu, 64)
+    monkeypatch.setattr(row_classes, "CPU_SAVING", 64)
     rule = drawn.choice([None, 0, 1])
     if rule is not None:
         monkeypatch.setattr(row_classes, "assign_classes", anywhere(rule))
@@ -203,7 +203,7 @@ def test_a_row_that_is_taken_out_goes_on(policy: str, rule: int, monkeypatch: py
 
 def test_a_long_row_beside_short_ones_has_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule itself: bytes of the batch stay near those of its tokens, and tokens are each row's own."""
-    monkeypatch.setitem(row_classes.MIN_SAVING, mx.default_device().type, 256)
+    monkeypatch.setattr(row_classes, "CPU_SAVING", 256)
     model = make_model("llama", max_position_embeddings=4096)
     lengths = [1500, 100, 30, 200, 60]
     prompts = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in lengths]

@@ -289,7 +289,7 @@ def test_prompts_are_read_together_as_far_as_they_fit() -> None:
     model = make_model("llama")
     made = make_engine(model, set())
     assert isinstance(made, Engine)
-    made._pass_size = PassSize(15, fixed=True)
+    made.pass_size = PassSize(15, fixed=True)
     prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
     for index, prompt in enumerate(prompts):
         made.submit(TokenSequence(index, prompt, 6))
@@ -319,7 +319,7 @@ def test_a_gpu_reads_eight_prompts_in_a_pass_and_keeps_their_memory(monkeypatch:
         model = make_model("llama")
         made = make_engine(model, set(), max_batch_size=16)
         assert isinstance(made, Engine)
-        made._pass_size.tokens *= 4  # as if larger passes had been faster
+        made.pass_size.tokens *= 4  # as if larger passes had been faster
         prompts = [[index, *PROMPT[1:]] for index in range(16)]
         for index, prompt in enumerate(prompts):
             made.submit(TokenSequence(index, prompt, 3))

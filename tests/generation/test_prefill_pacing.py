@@ -9,14 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import as_on_a_gpu, make_engine
+from engines import Shapes, as_on_a_gpu, make_engine
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy
 from mlx_kv.cache.layout import Append, Row
 from mlx_kv.cache.mask import make_mask
 from mlx_kv.cache.plan import Plan
-from mlx_kv.cache.protocol import Call
 from mlx_kv.generation.admission import FIRST_CHUNK, MIN_CHUNK, PassSize, PrefillPace
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.attention import AttentionPatch
@@ -70,24 +69,12 @@ def test_processes_of_one_model_read_passes_of_one_size() -> None:
     assert size.tokens == 1024
 
 
-class Shapes:
-    """A hook of attention that records how many rows, queries and keys calls with several queries have."""
+def closed_loop(
+    model: Any, lengths: Iterator[int], clients: int, total: int
+) -> tuple[dict[tuple[int, int, int], int], float]:
+    """The shapes of attention over prompts of such lengths, and the share of stalls.
 
-    def __init__(self) -> None:
-        self.seen: dict[tuple[int, int, int], int] = {}
-
-    def attend(self, call: Call) -> mx.array:
-        rows, _, new, _ = call.queries.shape
-        if new > 2:  # probes of models have one and two
-            key = rows, new, call.keys.shape[2]
-            self.seen[key] = self.seen.get(key, 0) + 1
-        return call.forward()
-
-
-def closed_loop(model: Any, lengths: Iterator[int], clients: int, total: int) -> dict[tuple[int, int, int], int]:
-    """The shapes of attention over prompts of such lengths; each client sends the next when its last one was answered.
-
-    Answers have 1 to 64 tokens.
+    Each client sends the next when its last one was answered. Answers have 1 to 64 tokens.
     """
     shapes, draw = Shapes(), random.Random(0)
     prompts = [[draw.randrange(60) for _ in range(count)] for count in islice(lengths, total)]
@@ -101,7 +88,8 @@ def closed_loop(model: Any, lengths: Iterator[int], clients: int, total: int) ->
                 if token.finish_reason is not None and (following := next(coming, None)) is not None:
                     engine.submit(following)
         engine.close()
-    return shapes.seen
+    stalls, passes = engine.stalls
+    return shapes.seen, stalls / passes
 
 
 @pytest.mark.slow
@@ -109,14 +97,14 @@ def closed_loop(model: Any, lengths: Iterator[int], clients: int, total: int) ->
 def test_a_thousand_prompts_of_any_length_need_few_shapes_of_attention(longest: int) -> None:
     """A GPU prepares itself for each new one. With 16 clients; 620 shapes or more where nothing is padded."""
     draw = random.Random(longest)
-    shapes = closed_loop(make_model("llama"), iter(lambda: draw.randint(1, longest), 0), 16, 1000)
+    shapes, _ = closed_loop(make_model("llama"), iter(lambda: draw.randint(1, longest), 0), 16, 1000)
     assert sum(shapes.values()) > 2 * 500  # of two layers
     assert len(shapes) <= 40
 
 
 def test_prompts_are_padded_to_few_lengths_and_read_alone_without_an_array() -> None:
     """As on a GPU: 128 for 65 to 128 tokens; the mask is "causal" then, since padding stands behind all tokens."""
-    shapes = closed_loop(make_model("llama"), iter([70, 97, 128, 100, 90]), 1, 5)
+    shapes, _ = closed_loop(make_model("llama"), iter([70, 97, 128, 100, 90]), 1, 5)
     assert shapes.keys() == {(1, 128, 128)}
     with as_on_a_gpu():
         plan = Plan(Append(), (Row(offset=256, high=256),), 128, (99,))
@@ -124,6 +112,13 @@ def test_prompts_are_padded_to_few_lengths_and_read_alone_without_an_array() -> 
         assert make_mask(plan) == "causal"
         for rows, counts in (((Row(), Row()), (99, 98)), ((Row(offset=250, high=250),), (99,))):
             assert isinstance(make_mask(Plan(Append(), rows, 128, counts)), mx.array)
+
+
+def test_a_gpu_has_something_to_do_while_rows_come_and_go() -> None:
+    """Passes are launched behind others that are on their way, also where prompts join, but for one step of 32."""
+    draw = random.Random(7)
+    _, share = closed_loop(make_model("llama"), iter(lambda: draw.randint(1, 300), 0), 16, 150)
+    assert 0 < share <= 0.05
 
 
 def run(model: Any, policy: CachePolicy, max_wait: float | None) -> tuple[dict[int, list[int]], list[int]]:

@@ -60,7 +60,7 @@ LENGTH, CHUNK = 20, 64
 
 @pytest.fixture(autouse=True)
 def _sharing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(row_classes.MIN_SAVING, mx.DeviceType.cpu, 64)
+    monkeypatch.setattr(row_classes, "CPU_SAVING", 64)
 
 
 def made(family: str) -> Any:

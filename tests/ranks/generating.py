@@ -172,8 +172,8 @@ def alike(policy: CachePolicy) -> Case:
 
     def case(model: nn.Module, group: Any) -> dict[str, Any]:
         prompts = [[*PROMPT * 3, 5 + row, *PROMPT[:row]] for row in range(4)] if leads(group) else []
-        before, sharing = row_classes.MIN_SAVING[mx.DeviceType.cpu], list[int]()
-        row_classes.MIN_SAVING[mx.DeviceType.cpu] = 16
+        before, sharing = row_classes.CPU_SAVING, list[int]()
+        row_classes.CPU_SAVING = 16
         found, row_classes.shared_tokens = (
             row_classes.shared_tokens,
             lambda *args: sharing.append(max(found(*args))) or found(*args),
@@ -184,7 +184,7 @@ def alike(policy: CachePolicy) -> Case:
             for token in batch_generate(model, None, prompts, policy, 8, group=group, **options):
                 told.setdefault(str(token.index), []).append(token.token)
         finally:
-            row_classes.MIN_SAVING[mx.DeviceType.cpu], row_classes.shared_tokens = before, found
+            row_classes.CPU_SAVING, row_classes.shared_tokens = before, found
         assert max(sharing) > 0, "no rows shared tokens"
         return {**told, "shared": max(sharing)}
 

@@ -85,14 +85,14 @@ class RowContexts:
         return [draft[: row.allowed(draft)] if row.processors else draft for row, draft in pairs]
 
     def after(self, logits: mx.array, more: Sequence[mx.array]) -> mx.array:
-        """Logits (B, V) of what comes after each row's tokens and then `more` of it, each (B,), known or not."""
+        """Logits (B, V) of what comes after each row's tokens and `more` of the first n rows, (n,), known or not."""
         if not self.any:
             return logits
         rows = []
         for index, row in enumerate(self._rows):
             here = logits[index : index + 1]
             if row.processors:
-                here = row.adjust(row.followed([tokens[index] for tokens in more]), here)
+                here = row.adjust(row.followed([tokens[index] for tokens in more if index < tokens.size]), here)
             rows.append(here)
         return mx.concatenate(rows)
 
