@@ -33,6 +33,7 @@ import argparse
 import contextlib
 import json
 import math
+import random
 import shutil
 import socket
 import statistics
@@ -96,10 +97,13 @@ def completion(client: httpx.Client, side: str, workload: str, prompt: str, most
     return first, tokens
 
 
-def measure(url: str, side: str, workload: str, asked: list[str], clients: int, most: int) -> dict[str, float]:
+def measure(
+    url: str, side: str, workload: str, asked: list[str], clients: int, tokens_of: tuple[int, int]
+) -> dict[str, float]:
+    lengths = [random.Random(prompt).randint(*tokens_of) for prompt in asked]  # the same on both sides
     with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(clients) as pool:
         started = time.perf_counter()
-        results = list(pool.map(lambda prompt: completion(client, side, workload, prompt, most), asked))
+        results = list(pool.map(lambda *each: completion(client, side, workload, *each), asked, lengths))
         seconds = time.perf_counter() - started
     firsts = sorted(first for first, _ in results)
     return {
@@ -148,11 +152,17 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
+def bounds(text: str) -> tuple[int, int]:
+    """Of "48" or "24-72"."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a directory; without it, the bundled reference model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--tokens", type=bounds, default="48", metavar="N or N-M", help="of each answer")
     parser.add_argument("--workloads", type=names, default=list(_starts))
     parser.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 4, 16])
     parser.add_argument("--kv-bits", type=int, help="of both sides")

@@ -169,6 +169,16 @@ SECTIONS = (
         "[the server's page](server.md#measured).",
     ),
     Section(
+        "accelerator",
+        "On an accelerator",
+        (),
+        "Steps, rows that come and go, prompts, segments, quantised caches and the server on a GPU, in one run of some "
+        "minutes, with random weights of 16 and of 4 bits.",
+        "mlx-lm, or what the line names",
+        "times as fast as mlx-lm, or as what the line names",
+        "One run. The output also has the bytes that must move over the bandwidth, and the operations launched.",
+    ),
+    Section(
         "token_waits",
         "Token latency beside a long prompt",
         ("--model", MODEL),

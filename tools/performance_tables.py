@@ -125,6 +125,19 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         Measurement("(budget)_ratio", "budget, against mlx-lm's plain cache", "µs a layer", "budget", "mlx_lm_plain"),
         Measurement("(plain|8_bits|window)_ratio", "{1}", "µs a layer", r"\1", r"mlx_lm_\1"),
     ),
+    "accelerator": (
+        Measurement(
+            r"([^/]+) \(tokens per second\)/ratio",
+            "{1}",
+            "tokens/s",
+            r"\1 (tokens per second)/ours",
+            r"\1 (tokens per second)/other",
+        ),
+        *(
+            Measurement(rf"([^/]+) \({unit}\)/ratio", "{1}", unit, rf"\1 ({unit})/ours", rf"\1 ({unit})/other")
+            for unit in ("ms", "steps", "MB")
+        ),
+    ),
     "operations": (Measurement(r"([^/]+)/ratio", "{1}", "", r"\1/ours", r"\1/mlx_lm"),),
     "ring": (
         Measurement(
