@@ -1,7 +1,7 @@
 """Attention, activation and output head on a Linux CPU, where MLX's take longer than they have to.
 
 Calls in float32 are computed here where `benchmarks/cpu_attention.py --calls` measures at least 1.2 times MLX's speed:
-attention of several queries, and mlx-lm's `swiglu` of thousands of numbers, with another exponential; and the logits of
+attention with many scores, and mlx-lm's `swiglu` of thousands of numbers, with another exponential; and the logits of
 a few rows. All this stays for as long as a model of `mlx_kv.load` lives. MLX_KV_ATTENTION=mlx and MLX_KV_ACTIVATION=mlx
 turn the first two off. On a GPU nothing is changed.
 """
@@ -28,7 +28,7 @@ from mlx_kv.mlxlm.attention import AttentionPatch, Changes, modules_with
 # Below these sizes MLX's one operation costs less than several.
 MIN_SCORES = 2**15  # of a call of attention
 MIN_GATES = 2**12  # of a call of swiglu
-SINGLE_QUERY_BITS = 8  # one query is faster here only over keys and values of 8 bits
+SINGLE_QUERY_BITS = 8  # of packed keys and values, one query is faster here only over those of 8 bits
 SWIGLU = "swiglu"
 BLOCK_ELEMENTS = 2**17  # computed at once: what is larger is memory that the allocator gives back, and gets anew
 _users: dict[ModuleType, int] = {}  # how many models want our swiglu in a module
@@ -53,7 +53,7 @@ class CpuAttention:
         queries, keys, values = call.queries, call.keys, call.values
         packed = not isinstance(keys, mx.array)
         slots = (keys[0] if packed else keys).shape[2]
-        single = queries.shape[2] == 1 and not (packed and call.cache.bits == SINGLE_QUERY_BITS)
+        single = queries.shape[2] == 1 and packed and call.cache.bits != SINGLE_QUERY_BITS
         small = queries.size // queries.shape[3] * slots < MIN_SCORES
         exact = queries.dtype == mx.float32 and (packed or keys.dtype == values.dtype == mx.float32)
         refused = packed and call.sinks is not None  # mlx-lm raises an error
