@@ -93,12 +93,12 @@ def closed_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longest", [1000, 2000])
-def test_a_thousand_prompts_of_any_length_need_few_shapes_of_attention(longest: int) -> None:
-    """A GPU prepares itself for each new one. With 16 clients; 620 shapes or more where nothing is padded."""
-    draw = random.Random(longest)
-    shapes, _ = closed_loop(make_model("llama"), iter(lambda: draw.randint(1, longest), 0), 16, 1000)
-    assert sum(shapes.values()) > 2 * 500  # of two layers
+def test_a_thousand_prompts_of_any_length_need_few_shapes_of_attention() -> None:
+    """A GPU prepares itself for each new one. With 16 clients; 214 shapes in 233 passes where nothing is padded."""
+    draw, heads = random.Random(5), {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    model = make_model("llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
+    shapes, _ = closed_loop(model, iter(lambda: draw.randint(1, 1000), 0), 16, 1000)
+    assert sum(shapes.values()) > 500
     assert len(shapes) <= 40
 
 
