@@ -285,7 +285,7 @@ class KVCache:
         Args:
             rows: in the layout before this write, which may differ from the plan's.
         """
-        needed = plan.needed + plan.padded  # one extra slot that padding is written to
+        needed = max(plan.needed + plan.padded, *(last for _, last in plan.ranges))  # padding has one slot more
         due = max([row.offset for row in plan.rows]) >= self.quantized_start
         before, layout = self.layout, plan.layout
         if self.buffers is None:
@@ -375,7 +375,7 @@ class KVCache:
         if residual is not None and residual.last is None:
             return None  # a copy has no plan to continue from
         capacity, plain, keys_shape, values_shape, keys_dtype, values_dtype = self._signature
-        if buffers is None or plan.needed > capacity or not plan.steady:
+        if buffers is None or plan.needed > capacity or plan.ranges[-1][1] > capacity or not plan.steady:
             return None
         try:
             alike = keys.shape == keys_shape and values.shape == values_shape

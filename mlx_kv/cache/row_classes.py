@@ -258,7 +258,17 @@ def _needed_slots(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[i
 
 def min_saving() -> int:
     """Slots that one class more has to save."""
-    return CPU_SAVING if on_cpu() else int(MORE_CALLS * bytes_in_a_call() / SLOT_BYTES)
+    if on_cpu():
+        return CPU_SAVING
+    return _agreed[-1] if _agreed else int(MORE_CALLS * bytes_in_a_call() / SLOT_BYTES)
+
+
+def agree_on_saving(slots: int) -> None:
+    """Sets what that is on a GPU: all processes of a model have to put rows together alike."""
+    _agreed[:] = [slots]
+
+
+_agreed: list[int] = []
 
 
 @lru_cache(1)

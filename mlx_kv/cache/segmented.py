@@ -211,7 +211,7 @@ def attend(
         keys, values: of the new tokens, (B, H, S, Dk) and (B, H, S, Dv).
     """
     rows_read = {row for reading in readings for row in reading.rows}
-    at_once = len(parts) == 1 and _few_scores(call.queries.shape, readings)
+    at_once = len(parts) == 1 and _few_scores(call.queries.shape, readings, parts.first.capacity)
     outputs, partials = list[mx.array](), list[tuple[tuple[int, ...], Partial]]()
     for cache, rows, take in parts:
         queries, lengths = call.queries[take], cache.lengths
@@ -239,12 +239,18 @@ def attend(
     return parts.joined(outputs)
 
 
-def _few_scores(shape: tuple[int, ...], readings: Sequence[Reading]) -> bool:
-    """Whether a GPU may hold scores of queries (B, Hq, S, D) over all segments, and rows read half of them at least."""
+def _few_scores(shape: tuple[int, ...], readings: Sequence[Reading], own: int) -> bool:
+    """Whether a GPU may hold the scores of all segments and of the slots of each row, and rows read half of the former.
+
+    Args:
+        shape: of the queries, (B, Hq, S, D).
+        own: slots of each row.
+    """
     rows, query_heads, new, _ = shape
     slots = rows * sum(reading.tokens for reading in readings)
     read = sum(len(reading.rows) * reading.tokens for reading in readings)
-    return not on_cpu() and slots <= 2 * read and slots * query_heads * new <= BLOCK_SCORES[mx.DeviceType.gpu]
+    held = (slots + rows * own) * query_heads * new
+    return not on_cpu() and slots <= 2 * read and held <= BLOCK_SCORES[mx.DeviceType.gpu]
 
 
 def attend_tails(cache: KVCache, call: Call) -> Partial:

@@ -172,6 +172,7 @@ class PrefillPace:
     def __init__(self, max_seconds: float, max_tokens: int) -> None:
         self._max_seconds, self._max_tokens = max_seconds, max_tokens
         self._per_token: float | None = None  # seconds, in the last pass
+        self.passes = 0  # that were recorded
 
     def chunk(self, prompts: int) -> int:
         """Tokens of each of `prompts` prompts to read in a pass beside decoding rows."""
@@ -186,6 +187,7 @@ class PrefillPace:
         """Records the time of a pass over so many prompt tokens; short passes are ignored."""
         if tokens >= MIN_CHUNK and seconds > 0:
             self._per_token = seconds / tokens
+            self.passes += 1
 
 
 class PassSize:
@@ -203,16 +205,19 @@ class PassSize:
     """
 
     def __init__(self, chunk: int, fixed: bool = False) -> None:
-        self._limit, self.tokens = (2 if fixed else MAX_PROMPTS_AT_ONCE) * chunk, 2 * chunk
+        self._chunk, self._limit = chunk, (2 if fixed else MAX_PROMPTS_AT_ONCE) * chunk
+        self.tokens = (2 if fixed else 1) * chunk  # the second pass may have two, to compare
         self._rates: dict[int, float] = {}  # tokens per second, the most so far, by log2 of the tokens
 
     def record(self, tokens: int, seconds: float) -> None:
         """Records the time of a pass over so many prompt tokens."""
         size, largest = (tokens - 1).bit_length(), (self.tokens - 1).bit_length()
         rate = self._rates[size] = max(tokens / seconds, self._rates.get(size, 0.0))
-        faster = size == largest and rate >= FASTER * self._rates.get(size - 1, 0.0)
-        if faster and 2 * self.tokens <= min(self._limit, MAX_PASS_SECONDS * rate):
+        before = self._rates.get(size - 1)
+        if self.tokens == self._chunk < self._limit:
             self.tokens *= 2
+        elif size == largest and before is not None and rate >= FASTER * before:
+            self.tokens *= 2 if 2 * self.tokens <= min(self._limit, MAX_PASS_SECONDS * rate) else 1
 
 
 # --- prompts that begin alike -----------------------------------------------------------------------------------------

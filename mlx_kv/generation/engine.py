@@ -25,6 +25,7 @@ from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.cache.plan import round_read
+from mlx_kv.cache.row_classes import agree_on_saving, min_saving
 from mlx_kv.cache.rows import grow_early
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import (
@@ -75,7 +76,7 @@ from mlx_kv.settings import whole_number
 MAX_CONTINUING = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
-WAIT_EVERY = 32  # steps in one of which a chunk is waited for although rows decode
+WAIT_EVERY, MIN_TIMED = 32, 3  # steps in one of which a chunk is waited for although rows decode; chunks, at first
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,10 @@ class Engine:
         self.stream = generation_stream
         self.step_size = settings.prefill_step_size or decoder.step_size
         chunk = decoder.chunk
-        self.pass_size = PassSize(chunk, decoder._communicator.distributed)
+        distributed = decoder._communicator.distributed
+        self.pass_size = PassSize(chunk, distributed)
+        # Prompts of several rows, in one process: others may not know padding, or pad in another way.
+        self._pads = max_batch_size > 1 and not any((*equal_lengths, distributed))
         self._max_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, settings.instructions)
         self._beginnings = decoder.beginnings(self.step_size)
@@ -286,7 +290,11 @@ class Engine:
         limits = [min(self._chunk(row.left, step), self._beginnings.stop(row, queue)) for row in self._admission.rows]
         # A GPU reads while the next pass is described; now and then it is waited for, to learn its speed.
         wait = on_cpu() or not self._active or self._decoder.drafter is not None or self._steps % WAIT_EVERY == 0
-        tokens = self._admission.read(limits, not (self._equal_rows or self._equal_prompts), wait)
+        wait = wait or (self._pace is not None and self._pace.passes < MIN_TIMED)
+        if wait and not on_cpu():
+            mx.synchronize(self.stream)
+            started = time.perf_counter()
+        tokens = self._admission.read(limits, self._pads, wait)
         if tokens and wait:
             self._decoder.idle = True
             seconds = time.perf_counter() - started
@@ -333,10 +341,12 @@ class Engine:
             self._continue_from(first, source)
             admitted.append(first)
             reading.append(len(first.tokens))
-        if not on_cpu():  # each number of rows is a shape of its own: 1, 2, 4 or 8
+        if self._pads and not on_cpu():  # each number of rows is a shape of its own: 1, 2, 4 or 8
             while len(admitted) > 1 and len(reading).bit_count() > 1:
                 reading.pop()
                 self._waiting.appendleft(admitted.pop())
+                if (caches := self._waiting[0].caches) is not None:
+                    evaluate_caches(caches)  # or they keep the buffers of the row that they are copies of
         for sequence in admitted:
             sequence.start()
         self._admission.add([self._decoder.pending(sequence) for sequence in admitted])
@@ -515,6 +525,9 @@ def make_engine(
         ValueError: what the model or the policy refuses.
     """
     check_batches(model)
+    saving = min_saving()  # measured before there is work
+    if communicator.distributed:
+        agree_on_saving(communicator.all_min([saving])[0])
     policy, draft_model = given_policy(policy), settings.draft_model
     drafts, return_caches = communicator.broadcast(
         lambda: (draft_model is not None or settings.drafting.drafter is not None, settings.return_caches)

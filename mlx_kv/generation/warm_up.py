@@ -53,5 +53,8 @@ def warm_up(
                     spare.step()
             progress(done, len(shapes))
         engine.pass_size = spare.pass_size
+    except BaseException:
+        progress(len(shapes), len(shapes))
+        raise
     finally:
         spare.close()

@@ -250,13 +250,13 @@ class Worker:
     def _warm_up(self, progress: Callable[[int, int], None]) -> None:
         """A failure leaves it to the first requests."""
         plain = replace(self.settings, drafting=DraftSettings())
-        spare = plain.engine(replace(self.models, draft=None), self.policy)
         plan, limit = self.plan, self.limit
 
         def fits(rows: int, tokens: int) -> bool:
-            return limit.fits(plan.together([plan.slots(tokens, 0)] * rows))
+            return tokens <= (self.context or tokens) and limit.fits(plan.together([plan.slots(tokens, 0)] * rows))
 
         try:
+            spare = plain.engine(replace(self.models, draft=None), self.policy)
             warm_up(self._rows.engine, spare, self.vocabulary, fits, progress)
         except Exception:
             log.exception("the warm-up failed: the first requests are slower")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from engines import make_engine
+from engines import as_on_a_gpu, make_engine
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import (
@@ -319,7 +321,7 @@ def test_a_gpu_reads_eight_prompts_in_a_pass_and_keeps_their_memory(monkeypatch:
         model = make_model("llama")
         made = make_engine(model, set(), max_batch_size=16)
         assert isinstance(made, Engine)
-        made.pass_size.tokens *= 4  # as if larger passes had been faster
+        made.pass_size.tokens *= 8  # as if larger passes had been faster
         prompts = [[index, *PROMPT[1:]] for index in range(16)]
         for index, prompt in enumerate(prompts):
             made.submit(TokenSequence(index, prompt, 3))
@@ -390,3 +392,53 @@ def test_embeddings_in_place_of_tokens(step: int, reference: Any) -> None:
     got = [response.token for response in stream_generate(model, tokenizer, PROMPT, **options)]
     assert got == wanted[: len(got)]
     assert got != alone(model, PROMPT, 8)[: len(got)]
+
+
+def test_rows_that_must_have_equal_lengths_are_admitted_together_on_a_gpu() -> None:
+    """They are not padded, and what were left for the next pass would wait until all rows have ended."""
+    model = make_model("llama")
+    with as_on_a_gpu():
+        made = make_engine(model, set(), max_batch_size=8)
+        assert isinstance(made, Engine)
+        made._equal_rows, made._pads = True, False
+        for index in range(7):
+            made.submit(TokenSequence(index, [index, *PROMPT[1:]], 5))
+        steps = 0
+        while made.busy:
+            made.step()
+            steps += 1
+    assert steps <= 7
+
+
+def test_a_single_row_gets_no_padding_on_a_gpu() -> None:
+    """Some models would read it, and caches of mlx-lm, which are given here, do not know it."""
+    model, answers = make_model("llama"), list[list[int]]()
+    for context in (contextlib.nullcontext(), as_on_a_gpu()):
+        with context:
+            made = make_engine(model, set(), max_batch_size=1)
+            made.submit(TokenSequence(0, PROMPT, 6, caches=make_stock_cache(model)))
+            answers.append([])
+            while made.busy:
+                answers[-1] += [token.token for token in made.step()]
+    assert answers[0] == answers[1]
+
+
+def test_what_is_put_back_in_the_queue_holds_no_buffers_of_others() -> None:
+    """Three prompts that begin as a row that decodes: two are read, and the third waits with a copy of its own."""
+    model = make_model("llama")
+    shared = [(7 * i) % VOCAB for i in range(2000)]
+    with as_on_a_gpu():
+        made = make_engine(model, set(), max_batch_size=8)
+        assert isinstance(made, Engine)
+        made.submit(TokenSequence(0, [*shared, 1], 50))
+        while not made.rows:
+            made.step()
+        for index in range(1, 4):
+            made.submit(TokenSequence(index, [*shared, index + 1, 5, 6], 3))
+        made._admit()
+        (waiting,) = made._waiting
+        held = mx.get_active_memory()
+        mx.eval([cache.state for cache in waiting.caches or ()])
+        assert waiting.caches is not None
+        assert mx.get_active_memory() == held  # nothing was left to compute
+        made.close()
