@@ -153,7 +153,7 @@ def play(numbers: range) -> tuple[int, int]:
     for number in numbers:
         history = History(number)
         try:
-            # Where quantised keys decide what is evicted, the rounding of one, which padding can turn, decides the text.
+            # Where quantised keys decide what is evicted, the rounding of one, which padding turns, decides the text.
             coarse = history.policy.bits is not None and history.policy.budget is not None
             with as_on_a_gpu() if number // len(CASES) % 2 and not coarse else contextlib.nullcontext():
                 history.run()
