@@ -54,7 +54,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import qwen3
-from operations import has_gpu, of_a_step
+from operations import has_gpu, of_a_step, words
 from shared_prefix import without_sharing
 
 from mlx_kv.cache import row_classes
@@ -167,11 +167,6 @@ def config_of(shape: str) -> dict[str, Any]:
     return {**SHAPES[shape], **more, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
 
 
-def prompt(count: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(10, VOCABULARY) for _ in range(count)]
-
-
 def ours(model: Any, rows: int, policy: CachePolicy | None = None) -> Engine:
     return make_engine(model, set(), policy, EngineSettings(max_batch_size=rows, max_wait=0.5))
 
@@ -272,7 +267,7 @@ def measure_device(case: Case) -> None:
 def measure_step(case: Case) -> None:
     report, model, scale, *_ = case
     for rows in scale.rows:
-        prompts = [prompt(scale.tokens(300) + 7 * (row % 5), row) for row in range(rows)]
+        prompts = [words(scale.tokens(300) + 7 * (row % 5), row) for row in range(rows)]
         engine = ours(model, rows)
         fill(engine, prompts)
         batch, here, there = theirs(model, prompts), list[float](), list[float]()
@@ -294,7 +289,7 @@ def measure_step(case: Case) -> None:
 def measure_events(case: Case) -> None:
     report, model, scale, *_ = case
     rows, length = scale.count(16), scale.tokens(300)
-    prompts = [prompt(length, row) for row in range(rows)]
+    prompts = [words(length, row) for row in range(rows)]
 
     def after(changes: list[Callable[[], Any]], step: Callable[[], Any]) -> tuple[float, float]:
         """The slowest step after a change, and a usual one."""
@@ -307,7 +302,7 @@ def measure_events(case: Case) -> None:
     for what, room in (("a leave", 0), ("a leave, 10,000 slots expected", scale.tokens(10_000))):
         engine, batch = ours(model, rows), theirs(model, prompts)
         fill(engine, prompts, max(400, room), room)
-        uids = list(batch._generation_batch.uids)  # mlx-lm's private: which rows there are
+        uids = [answer.uid for answer in answers_of(batch)]
         slow, usual = after([partial(engine.cancel, number) for number in range(3)], engine.step)
         their_slow, their_usual = after([partial(batch.remove, [uid]) for uid in uids], batch.next)
         report.add(f"steps that {what} costs", slow / usual, their_slow / their_usual, unit="steps")
@@ -315,7 +310,7 @@ def measure_events(case: Case) -> None:
         batch.close()
     engine, batch = ours(model, rows + 3), theirs(model, prompts)
     fill(engine, prompts)
-    jobs = [(number, (prompt(length, number), 400)) for number in (100, 101, 102)]
+    jobs = [(number, (words(length, number), 400)) for number in (100, 101, 102)]
     slow, usual = after([partial(submit, engine, *job) for job in jobs], engine.step)
     their_slow, their_usual = after([partial(insert, batch, *job) for job in jobs], batch.next)
     report.add("steps that a prompt of 300 costs", slow / usual, their_slow / their_usual, unit="steps")
@@ -330,7 +325,7 @@ def measure_loop(case: Case) -> None:
     def jobs(longest: int) -> list[tuple[list[int], int]]:
         draw = random.Random(longest)
         lengths = [draw.randint(scale.tokens(600 - longest), scale.tokens(longest)) for _ in range(total)]
-        return [(prompt(length, index), draw.randint(32, 64)) for index, length in enumerate(lengths)]
+        return [(words(length, index), draw.randint(32, 64)) for index, length in enumerate(lengths)]
 
     def loop(work: list[tuple[list[int], int]], send: Callable[..., Any], step: Callable[[], list[Any]]) -> float:
         """Tokens per second; a client sends its next request when its last one ended."""
@@ -373,7 +368,7 @@ def measure_prefill(case: Case) -> None:
         here, there = list[float](), list[float]()
         engine = ours(model, rows)  # one for all turns: it learns how large passes pay
         for turn in range(4):
-            prompts = [prompt(tokens, 100 * turn + row) for row in range(rows)]
+            prompts = [words(tokens, 100 * turn + row) for row in range(rows)]
 
             here += timed(partial(read, engine, prompts))
             while engine.busy:
@@ -387,8 +382,8 @@ def measure_segments(case: Case) -> None:
     report, model, scale, *_ = case
     before = row_classes.min_saving
     for count, length in ((64, 2000), (16, 8000)):
-        rows, shared = scale.count(count), prompt(scale.tokens(length), 0)
-        prompts = [shared + prompt(20 + row % 5, row + 1) for row in range(rows)]
+        rows, shared = scale.count(count), words(scale.tokens(length), 0)
+        prompts = [shared + words(20 + row % 5, row + 1) for row in range(rows)]
         times, sizes, calls = list[float](), list[int](), 0
         for copies in (False, True):
             with without_sharing() if copies else contextlib.nullcontext():
@@ -407,15 +402,15 @@ def measure_segments(case: Case) -> None:
 
 def measure_bits(case: Case) -> None:
     report, model, scale, *_ = case
-    read(ours(model, 1), [prompt(scale.tokens(500), 1)])  # all that is not of quantised caches
+    read(ours(model, 1), [words(scale.tokens(500), 1)])  # all that is not of quantised caches
     first, plain = 0.0, 0.0
     for what, policy in (("plain", None), ("8 bits", CachePolicy(bits=8)), ("4 bits", CachePolicy(bits=4))):
         engine = ours(model, 1, policy)
 
-        (read_first,) = timed(partial(read, engine, [prompt(scale.tokens(500), 1)]))
+        (read_first,) = timed(partial(read, engine, [words(scale.tokens(500), 1)]))
         engine.close()
         engine = ours(model, 1, policy)
-        fill(engine, [prompt(scale.tokens(4000), 1)])
+        fill(engine, [words(scale.tokens(4000), 1)])
         timed(engine.step, 4)
         step = statistics.median(timed(engine.step, scale.repeats))
         first, plain = first or read_first, plain or step

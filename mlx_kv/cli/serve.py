@@ -333,7 +333,7 @@ def _show_warm_up() -> Callable[[int, int], None]:
         bar.step("warm-up")
         if done == total:
             bar.__exit__(None, None, None)
-            say(f"note: warm in {time.monotonic() - started:.1f} s")
+            say(f"note: the warm-up took {time.monotonic() - started:.1f} s")
 
     return show
 

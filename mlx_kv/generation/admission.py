@@ -213,11 +213,12 @@ class PassSize:
         """Records the time of a pass over so many prompt tokens."""
         size, largest = (tokens - 1).bit_length(), (self.tokens - 1).bit_length()
         rate = self._rates[size] = max(tokens / seconds, self._rates.get(size, 0.0))
-        before = self._rates.get(size - 1)
-        if self.tokens == self._chunk < self._limit:
+        smaller = self._rates.get(size - 1)
+        first = self.tokens == self._chunk  # there is nothing smaller to compare with
+        faster = size == largest and smaller is not None and rate >= FASTER * smaller
+        most = self._limit if first else min(self._limit, MAX_PASS_SECONDS * rate)
+        if (first or faster) and 2 * self.tokens <= most:
             self.tokens *= 2
-        elif size == largest and before is not None and rate >= FASTER * before:
-            self.tokens *= 2 if 2 * self.tokens <= min(self._limit, MAX_PASS_SECONDS * rate) else 1
 
 
 # --- prompts that begin alike -----------------------------------------------------------------------------------------

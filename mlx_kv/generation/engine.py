@@ -150,8 +150,9 @@ class Engine:
         chunk = decoder.chunk
         distributed = decoder._communicator.distributed
         self.pass_size = PassSize(chunk, distributed)
-        # Prompts of several rows, in one process: others may not know padding, or pad in another way.
-        self._pads = max_batch_size > 1 and not any((*equal_lengths, distributed))
+        # Where a GPU gets few shapes: prompts of several rows, in one process. Models and caches of a single row may
+        # not know padding, and other processes may pad in another way.
+        self._pads = max_batch_size > 1 and not any((*equal_lengths, distributed, on_cpu()))
         self._max_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, settings.instructions)
         self._beginnings = decoder.beginnings(self.step_size)
@@ -283,17 +284,14 @@ class Engine:
         if not self._admission.rows:
             return
         self._join()
-        step, started = self.step_size, time.perf_counter()
+        step = self.step_size
         if self._pace is not None and self._active:
             step = self._pace.chunk(len(self._admission.rows))
         queue = list(islice(self._waiting, MAX_CONTINUING))
         limits = [min(self._chunk(row.left, step), self._beginnings.stop(row, queue)) for row in self._admission.rows]
-        # A GPU reads while the next pass is described; now and then it is waited for, to learn its speed.
-        wait = on_cpu() or not self._active or self._decoder.drafter is not None or self._steps % WAIT_EVERY == 0
-        wait = wait or (self._pace is not None and self._pace.passes < MIN_TIMED)
-        if wait and not on_cpu():
-            mx.synchronize(self.stream)
-            started = time.perf_counter()
+        if (wait := self._waits()) and not on_cpu():
+            mx.synchronize(self.stream)  # or the time of what is on its way would count
+        started = time.perf_counter()
         tokens = self._admission.read(limits, self._pads, wait)
         if tokens and wait:
             self._decoder.idle = True
@@ -305,12 +303,18 @@ class Engine:
         self._admission.keep_prefixes(wait)
         self._join()
 
+    def _waits(self) -> bool:
+        """Whether a chunk is waited for. A GPU reads while the next pass is described, but its speed must be known."""
+        if on_cpu() or not self._active or self._decoder.drafter is not None or self._steps % WAIT_EVERY == 0:
+            return True
+        return self._pace is not None and self._pace.passes < MIN_TIMED
+
     def _chunk(self, left: int, step: int) -> int:
         """Tokens of a prompt to be read next: equal chunks are padded least beside those of other prompts."""
         if len(self._admission.rows) == 1 or self._beginnings.by_chunk < NO_LIMIT or left <= 0:
             return step
         chunk = math.ceil(left / math.ceil(left / step))
-        return chunk if on_cpu() else min(step, round_read(chunk))
+        return min(step, round_read(chunk)) if self._pads else chunk
 
     def _join(self) -> None:
         sequences, caches, drafter_caches = self._admission.take_finished()
@@ -341,7 +345,7 @@ class Engine:
             self._continue_from(first, source)
             admitted.append(first)
             reading.append(len(first.tokens))
-        if self._pads and not on_cpu():  # each number of rows is a shape of its own: 1, 2, 4 or 8
+        if self._pads:  # each number of rows is a shape of its own: 1, 2, 4 or 8
             while len(admitted) > 1 and len(reading).bit_count() > 1:
                 reading.pop()
                 self._waiting.appendleft(admitted.pop())

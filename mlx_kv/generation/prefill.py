@@ -111,7 +111,7 @@ def read_chunk(
     Args:
         model: or anything else that reads tokens (B, n) into caches.
         rows: tokens (B, n), or lists of any lengths, some of which may be empty.
-        pad: lists get padding to one of few lengths on a GPU, which prepares itself for each new shape of attention.
+        pad: lists get padding to one of few lengths, for a GPU, which prepares itself for each new shape of attention.
         wait: whether they are computed when this returns; else they are on their way.
     """
     if isinstance(rows, mx.array):
@@ -119,7 +119,7 @@ def read_chunk(
         model(rows, cache=caches)
     else:
         longest = max(map(len, rows))
-        if pad and not on_cpu():  # up to what rings plan for
+        if pad:  # up to what rings plan for
             planned = (cache.max_write for cache in attention_caches(caches))
             longest = max(longest, min([round_read(longest), *(most for most in planned if most is not None)]))
         read_ragged(model, caches, rows, longest)

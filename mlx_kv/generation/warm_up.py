@@ -53,8 +53,5 @@ def warm_up(
                     spare.step()
             progress(done, len(shapes))
         engine.pass_size = spare.pass_size
-    except BaseException:
-        progress(len(shapes), len(shapes))
-        raise
     finally:
         spare.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_kv.cache import row_classes
+from mlx_kv.cache.plan import round_read, round_tail
 from mlx_kv.cache.row_classes import MAX_CLASSES, MAX_PADDING, TARGET_PADDING, RowClasses, assign_classes, padded_slots
 
 LEAST = 1024
@@ -111,3 +113,15 @@ def test_on_a_gpu_the_saving_that_pays_is_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(row_classes, "bytes_in_a_call", lambda: 44e6)  # as on an H100: 20 us at 2.2 TB/s
     with as_on_a_gpu():
         assert row_classes.min_saving() == 107_421
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_tail_holds_whatever_attention_reads_of_it(gpu: bool) -> None:
+    """For each number of its slots that is needed, and few numbers are read: a device prepares itself for each."""
+    with as_on_a_gpu() if gpu else contextlib.nullcontext():
+        read = [round_read(slots) for slots in range(1, 4097)]
+        for slots in range(1, 4097):
+            assert slots <= read[slots - 1] <= round_tail(slots)
+            assert round_tail(slots) % 32 == 0
+        assert read == sorted(read)
+        assert len(set(read[:2048])) <= (16 if gpu else 64)

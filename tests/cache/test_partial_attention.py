@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_own_attention import TOLERANCE, normal, operand, reference, stored, wide
 
-from mlx_kv.cache import attention
+from mlx_kv.cache import attention, segmented
 from mlx_kv.cache.attention import Dense, Operands, attend_beside, attend_partly, merged
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import PLAIN, Affine
@@ -72,3 +72,20 @@ def test_rows_use_as_many_tokens_of_a_segment_as_their_prompts_share(
         seen = np.concatenate([np.ones((new, count), bool), np.array(shown)[row, 0]], axis=1)
         wanted = reference(wide(q[row : row + 1]), keys, values, 0.125, seen, wide(sinks))
         np.testing.assert_allclose(wide(got[row : row + 1]), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_a_gpu_attends_at_once_where_scores_are_few_and_half_of_them_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segmented, "on_cpu", lambda: False)
+    heads = 4
+    keys = SlotBuffer(PLAIN[0], (mx.zeros((1, heads, 1000, 8)),), 8, mx.float32)
+    (all_read,) = readings_of([((Segment((keys, keys)), 1000),)] * 4, [1000] * 4)
+    assert segmented._few_scores((4, heads, 1, 8), [all_read], 500)
+    most = segmented.BLOCK_SCORES[mx.DeviceType.gpu] // (4 * heads)
+    assert not segmented._few_scores((4, heads, 1, 8), [all_read], most)  # with those of their own
+    assert not segmented._few_scores((4, heads, most // 1000, 8), [all_read], 500)
+    chains = [((Segment((keys, keys)), 1000),) for _ in range(3)]
+    apart = readings_of([chain for chain in chains for _ in range(2)], [1000] * 6)
+    assert len(apart) == 3  # each row reads a third of what all would
+    assert not segmented._few_scores((6, heads, 1, 8), apart, 500)
+    monkeypatch.undo()
+    assert not segmented._few_scores((4, heads, 1, 8), [all_read], 500)  # a CPU never does

@@ -442,3 +442,38 @@ def test_what_is_put_back_in_the_queue_holds_no_buffers_of_others() -> None:
         assert waiting.caches is not None
         assert mx.get_active_memory() == held  # nothing was left to compute
         made.close()
+
+
+@pytest.mark.parametrize("between", ["nothing", "cancel", "flush"])
+def test_a_row_that_joins_behind_a_pass_has_the_tokens_that_it_has_alone(between: str) -> None:
+    """Whatever happens before the next pass; its processors are shown its own tokens, and no others."""
+    model, prompts, shown = make_model("llama"), [PROMPT, PROMPT[3:], PROMPT[5:] * 2], list[list[int]]()
+
+    def record(tokens: mx.array, logits: mx.array) -> mx.array:
+        shown.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits
+
+    made = make_engine(model, set(), max_batch_size=4)
+    assert isinstance(made, Engine)
+    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for index in (0, 1):
+        made.submit(TokenSequence(index, prompts[index], 9))
+    while not answers[1]:
+        for token in made.step():
+            answers[token.index].append(token.token)
+    made.submit(TokenSequence(2, prompts[2], 6, processors=(record,)))
+    with mx.stream(made.stream):
+        made._read_prompts()
+        assert len(made.rows) == 3
+        if between == "cancel":
+            made.cancel(0)
+        elif between == "flush":
+            made._decoder._flush()
+    while made.busy:
+        for token in made.step():
+            answers[token.index].append(token.token)
+    for index, count in ((0, 9), (1, 9), (2, 6)):
+        if between != "cancel" or index:
+            assert answers[index] == alone(model, prompts[index], count)
+    text = [*prompts[2], *answers[2]]
+    assert shown[:6] == [text[: len(prompts[2]) + done] for done in range(6)]

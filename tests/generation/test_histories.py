@@ -151,15 +151,17 @@ def play(numbers: range) -> tuple[int, int]:
     """Checks histories; returns how often rows were preempted, and how many tokens were reused."""
     preempted = reused = 0
     for number in numbers:
-        history = History(number)
+        family, name = CASES[number % len(CASES)]
+        policy = policy_for(family, name)
+        # Where quantised keys decide what is evicted, the rounding of one, which padding turns, decides the text.
+        coarse = policy.bits is not None and policy.budget is not None
         try:
-            # Where quantised keys decide what is evicted, the rounding of one, which padding turns, decides the text.
-            coarse = history.policy.bits is not None and history.policy.budget is not None
             with as_on_a_gpu() if number // len(CASES) % 2 and not coarse else contextlib.nullcontext():
+                history = History(number)
                 history.run()
             history.check()
         except BaseException as error:
-            error.add_note(f"history {number}: {history.family}, {history.name}")
+            error.add_note(f"history {number}: {family}, {name}")
             raise
         preempted, reused = preempted + history.preempted, reused + history.reused
     return preempted, reused

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import make_engine
+from engines import as_on_a_gpu, make_engine
 from families import make_family, shared_family
 from family_model import distance
 from family_parts import VOCAB
@@ -325,3 +326,19 @@ def test_planted_faults_show(fault: Callable[[pytest.MonkeyPatch], None], monkey
     except (AssertionError, ValueError):  # the drafter notices another text than the one that it was told
         return
     assert got != wanted
+
+
+def test_models_that_read_padding_get_none_on_a_gpu() -> None:
+    """Rows of one length beside one another, whose prompts would be padded to 64 tokens otherwise."""
+    model, answers = shared_family("mamba"), list[dict[int, list[int]]]()
+    for context in (contextlib.nullcontext(), as_on_a_gpu()):
+        with context:
+            engine, tokens = make_engine(model, set(), None, 2), dict[int, list[int]]()
+            for index in range(2):
+                engine.submit(TokenSequence(index, [index, *PROMPTS[0]], 6))
+            while engine.busy:
+                for token in engine.step():
+                    tokens.setdefault(token.index, []).append(token.token)
+            engine.close()
+        answers.append(tokens)
+    assert answers[0] == answers[1]

@@ -181,10 +181,10 @@ def test_tails_of_any_length_hold_what_is_read_of_them(gpu: bool) -> None:
     model, generator = made("llama"), mx.random.key(5)
     own: Any = mx.random.randint(1, VOCAB, (3, 1100), key=generator).tolist()
     prompts = [[*SHARED, *tail[: 1000 + 7 * number]] for number, tail in enumerate(own)]
-    engine = make_engine(model, set(), CachePolicy(), 3)
-    for index, prompt in enumerate(prompts):
-        engine.submit(TokenSequence(index, prompt, LENGTH))
     with as_on_a_gpu() if gpu else nullcontext():
+        engine = make_engine(model, set(), CachePolicy(), 3)
+        for index, prompt in enumerate(prompts):
+            engine.submit(TokenSequence(index, prompt, LENGTH))
         answers, shared, _ = finished(engine)
     assert shared
     assert answers == alone(model, CachePolicy(), prompts)

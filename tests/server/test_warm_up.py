@@ -109,4 +109,4 @@ def test_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show = _show_warm_up()
     for done in range(4):
         show(done, 3)
-    assert "note: warm in 0." in capsys.readouterr().err
+    assert "note: the warm-up took 0." in capsys.readouterr().err
