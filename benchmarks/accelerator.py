@@ -505,6 +505,8 @@ def main() -> None:
     asked = parser.parse_args()
     if unknown := set(asked.sections.split(",")) - set(SECTIONS):
         parser.error(f"no section is called {', '.join(sorted(unknown))}: give some of {known}")
+    if unknown := set(asked.weights.split(",")) - {"16", "4"}:
+        parser.error(f"weights of {', '.join(sorted(unknown))} bits: give 16, 4 or both")
     kinds = [int(bits) for bits in asked.weights.split(",")]
     if asked.one is not None:
         report, named = Report(asked.bandwidth), f"{kinds[0]}-bit weights"

@@ -52,7 +52,14 @@ def test_a_section_that_takes_too_long_ends_alone() -> None:
     assert result["device"]
 
 
-def test_sections_that_do_not_exist_are_named() -> None:
-    asked = subprocess.run([sys.executable, str(PROGRAM), "--sections", "stpe"], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("--sections", "stpe", "no section is called stpe: give some of device,step"),
+        ("--weights", "16,8", "weights of 8 bits: give 16, 4 or both"),
+    ],
+)
+def test_what_does_not_exist_is_named(option: str, value: str, error: str) -> None:
+    asked = subprocess.run([sys.executable, str(PROGRAM), option, value], capture_output=True, text=True)
     assert asked.returncode == 2
-    assert "no section is called stpe: give some of device,step" in asked.stderr
+    assert error in asked.stderr
