@@ -8,8 +8,9 @@ tens of megabytes: the step of a small or middling model takes as long as its ca
 Counted, not timed, from the graph of one step of a random llama: that of a model of three layers less that of two.
 Views (slices, reshapes, broadcasts) launch nothing; a concatenation launches one copy for each of its parts. Without a
 GPU the graph is the one that a GPU would get: normalisation, rotation and attention, which MLX takes apart on a CPU,
-count as the one call that they are there. mlx-lm's own caches are counted in the same way; a ratio is mlx-lm / ours, of
-the nearest kind of cache that it has (more than 1: we launch fewer). It has no segments: copies stand for them there.
+count as the one call that they are there; as on CUDA, quantised planes are not read in slices. mlx-lm's own caches are
+counted in the same way, though CUDA has no kernel for its slices; a ratio is mlx-lm / ours, of the nearest kind of
+cache that it has (more than 1: we launch fewer). It has no segments: copies stand for them there.
 One JSON line last.
 """
 
@@ -37,6 +38,8 @@ from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.generation.engine import EngineSettings, make_engine
 from mlx_kv.generation.prefill import announce
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.mlxlm.attention import AttentionPatch
+from mlx_kv.mlxlm.cuda import CudaAttention
 
 VIEWS = set(
     "AsStrided Broadcast BroadcastAxes Depends ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze "
@@ -131,6 +134,7 @@ def as_on_a_gpu() -> Iterator[None]:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("mlx_kv.")]
     replaced: list[tuple[Any, str, Any]] = [
         *((module, "on_cpu", lambda: False) for module in modules if getattr(module, "on_cpu", None) is on_cpu),
+        (mx.cuda, "is_available", lambda: True),  # which needs most: it takes no slices of quantised planes
         (mx.fast, "scaled_dot_product_attention", attention),
         (mx.fast, "rms_norm", alike),
         (mx.fast, "rope", alike),
@@ -165,6 +169,7 @@ def planes_of(cache: Any) -> list[mx.array]:
 def of_engine(layers: int, policy: CachePolicy | None, prompts: list[list[int]], new: int) -> Counter[str]:
     """Of our caches, as an engine holds them."""
     model = random_llama(layers)
+    patch = AttentionPatch(model, backend=CudaAttention())  # as `mlx_kv.load` has it there
     engine = make_engine(model, set(), policy, EngineSettings(max_batch_size=len(prompts)))
     for number, prompt in enumerate(prompts):
         engine.submit(TokenSequence(number, prompt, 100))
@@ -172,7 +177,8 @@ def of_engine(layers: int, policy: CachePolicy | None, prompts: list[list[int]],
         engine.step()
     for _ in range(4):
         engine.step()
-    return of_a_step(model, engine.caches, len(prompts), new)
+    with patch:
+        return of_a_step(model, engine.caches, len(prompts), new)
 
 
 def of_stock(layers: int, make: Callable[[], Any], prompts: list[list[int]]) -> Counter[str]:

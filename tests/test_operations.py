@@ -22,8 +22,9 @@ MORE = {
     "a budget": ("rows of different lengths", 0),
     "a budget, by attention": ("rows of different lengths", 0),
     "a window": ("mlx-lm, a window", 0),
-    "8 bits, one row": ("mlx-lm, 8 bits, one row", 0),
-    "8 bits": ("mlx-lm, 8 bits, one row", 1),  # rows of different lengths need a mask
+    # As on CUDA, where mlx-lm's slices of buffers have no kernel: weights of 0 for slots that are not used.
+    "8 bits, one row": ("mlx-lm, 8 bits, one row", 1),
+    "8 bits": ("mlx-lm, 8 bits, one row", 2),  # rows of different lengths need a mask
     "4 bits": ("8 bits", 0),
     "4 bits, newest as they came": ("4 bits", 7),  # a ring is written, and read by products of its own
     "segments": ("rows of different lengths", 12),

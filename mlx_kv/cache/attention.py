@@ -154,10 +154,11 @@ class Packed:
     Args:
         planes: (B, H, N, width) each.
         packing: how they are packed.
+        whole: (B, H, C, width), planes whose first N slots these are, to be read in their place (`whole_planes`).
     """
 
-    def __init__(self, planes: Planes, packing: Packing) -> None:
-        self._planes, self._packing = planes, packing
+    def __init__(self, planes: Planes, packing: Packing, whole: Planes | None = None) -> None:
+        self._planes, self._packing, self._whole = planes, packing, whole
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -235,11 +236,15 @@ class Packed:
 
     def _product(self, x: mx.array, slots: int, transpose: bool) -> mx.array:
         bits, group_size, mode, *_ = self._packing
-        words, scales, *biases = self._part(0, slots)
+        words, scales, *biases = self._part(0, slots) if self._whole is None else self._whole
+        if (unused := words.shape[2] - slots) and not transpose:
+            x = mx.pad(x, [(0, 0), (0, 0), (0, 0), (0, unused)])
         if mode in DECODED_ON_CPU and on_cpu():
             tensor = mx.dequantize(words, scales, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype)
             return x @ (tensor.swapaxes(2, 3) if transpose else tensor)
-        return mx.quantized_matmul(x, words, scales, biases[0] if biases else None, transpose, group_size, bits, mode)
+        biases_of = biases[0] if biases else None
+        product = mx.quantized_matmul(x, words, scales, biases_of, transpose, group_size, bits, mode)
+        return product[..., :slots] if unused and transpose else product
 
 
 def _pieces(words: mx.array, bits: int) -> list[mx.array]:
@@ -565,10 +570,11 @@ class PackedAttention:
 
     Args:
         keys, values: how each of them is packed.
+        whole: planes of all slots of both, to be read in place of those of the call (`whole_planes`).
     """
 
-    def __init__(self, keys: Packing, values: Packing) -> None:
-        self._keys, self._values = keys, values
+    def __init__(self, keys: Packing, values: Packing, whole: tuple[Planes, Planes] | None = None) -> None:
+        self._keys, self._values, self._whole = keys, values, whole or (None, None)
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv)."""
@@ -577,7 +583,8 @@ class PackedAttention:
 
     def operands(self, call: Call) -> Operands:
         """What it reads."""
-        return Operands(Packed(call.keys, self._keys), Packed(call.values, self._values), call.mask)
+        keys, values = self._whole
+        return Operands(Packed(call.keys, self._keys, keys), Packed(call.values, self._values, values), call.mask)
 
 
 class ResidualAttention:
@@ -587,10 +594,18 @@ class ResidualAttention:
         residual: after the write whose queries attend.
         places: of its tokens.
         packings: how keys and values of the slots are packed; None where attention gets arrays.
+        whole: as of `PackedAttention`.
     """
 
-    def __init__(self, residual: Residual, places: Places, packings: tuple[Packing, Packing] | None) -> None:
+    def __init__(
+        self,
+        residual: Residual,
+        places: Places,
+        packings: tuple[Packing, Packing] | None,
+        whole: tuple[Planes, Planes] | None = None,
+    ) -> None:
         self._residual, self._places, self._packings = residual, places, packings
+        self._whole = whole or (None, None)
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv)."""
@@ -618,8 +633,10 @@ class ResidualAttention:
         if slots == 0:
             return Operands(Dense(newest[0]), Dense(newest[1]), mask)
         both_keys, both_values = (
-            Joined([Packed(planes, packing), Dense(new)], [slots, int(new.shape[2])])
-            for planes, packing, new in zip((call.keys, call.values), self._packings, newest, strict=True)
+            Joined([Packed(planes, packing, whole), Dense(new)], [slots, int(new.shape[2])])
+            for planes, packing, whole, new in zip(
+                (call.keys, call.values), self._packings, self._whole, newest, strict=True
+            )
         )
         return Operands(both_keys, both_values, mask)
 

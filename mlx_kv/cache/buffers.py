@@ -12,12 +12,13 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_kv.cache.codecs import Codec, Planes, alike, in_rows, of_head
+from mlx_kv.cache.codecs import Codec, Planes, alike, in_rows, of_head, takes_slices
 from mlx_kv.cache.layout import Layout, Ranges, Row, moves_between, stay
 from mlx_kv.cache.plan import Plan
 
 MOVED_BYTES = 2**20  # read at a time before they are written to their new slots
 COPIED_BYTES = 2**20  # up to this, a copy costs less than synchronising
+FEW_SLOTS = 1_024  # read whole rather than copied, however few of them are used
 
 Moves = list[tuple[int, int, int]]  # of a row: slot, new slot, slots of each contiguous piece
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
@@ -235,6 +236,19 @@ class SlotBuffer:
 
 
 Buffers = tuple[SlotBuffer, SlotBuffer]  # of keys, of values
+
+
+def whole_planes(buffers: Buffers, ranges: Ranges) -> tuple[Planes, Planes] | None:
+    """The planes of all slots, of keys and of values, where a GPU would have to copy the part that attention reads.
+
+    They also have fewer shapes than their parts: a product of another shape may need a kernel of its own. None where
+    slices can be read, or where most slots are not used.
+    """
+    (first, last), *others = ranges
+    if takes_slices() or first or others or buffers[0].capacity > max(FEW_SLOTS, 2 * last):
+        return None
+    keys, values = (buffer.handles() for buffer in buffers)
+    return keys, values
 
 
 def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:

@@ -29,9 +29,14 @@ from mlx_kv.settings import OpenSet, SettingError, as_int, integer_fields
 Planes = tuple[mx.array, ...]
 
 
+def takes_slices() -> bool:
+    """Whether `mx.quantized_matmul` takes the first slots of a buffer: CUDA has no kernel for them (mlx 0.32.4)."""
+    return not mx.cuda.is_available()
+
+
 def in_rows(planes: Planes) -> Planes:
-    """Planes as `mx.quantized_matmul` takes them: without gaps on CUDA, which has no kernel for others (mlx 0.32.4)."""
-    return tuple([mx.contiguous(plane) for plane in planes]) if mx.cuda.is_available() else planes
+    """Planes as `mx.quantized_matmul` takes them: copied where it takes no slices."""
+    return planes if takes_slices() else tuple([mx.contiguous(plane) for plane in planes])
 
 
 class Plane(NamedTuple):

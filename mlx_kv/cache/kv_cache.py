@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from mlx_kv.cache import rows
 from mlx_kv.cache.attention import PackedAttention, ResidualAttention
-from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout, read_transient, replace_first_plane
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout, read_transient, replace_first_plane, whole_planes
 from mlx_kv.cache.checks import check_storage, check_type, check_update, whole_numbers
 from mlx_kv.cache.codecs import PLAIN, Bits, Choice, Codecs, Packing, are_plain, briefly, find_codecs, find_packings
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -360,8 +360,7 @@ class KVCache:
         last = self._last
         if last is None or last.new != new or self.rows is not last.after:
             return None
-        plan = last.next
-        return plan if plan.steady else None
+        return last.next if last.next.steady else None
 
     def _fast_update(self, keys: mx.array, values: mx.array) -> Fetched | None:
         """`update_and_fetch` on the fast path; None, and nothing changed, where this update cannot take it."""
@@ -454,7 +453,7 @@ class KVCache:
         """Attention after an update, (B, Hq, S, Dv): observed by the budget, computed here where mlx-lm's cannot."""
         if self.groups is not None:
             return self.groups.attend(call)
-        evictor, attention = self.evictor, self._attention()
+        evictor, attention = self.evictor, self.own_attention()
         if evictor is None or not evictor.wants_attention:
             return call.forward() if attention is None else attention.attend(call)
         if evictor.uneven_heads:
@@ -466,12 +465,13 @@ class KVCache:
                 self._group_heads(call, result)
         return result
 
-    def _attention(self) -> PackedAttention | ResidualAttention | None:
-        """What computes the attention where mlx-lm cannot."""
-        residual = self.residual
-        if residual is not None and residual.places is not None and self.encoded:
-            return ResidualAttention(residual, residual.places, self.packings if self._packed else None)
-        return PackedAttention(*self.packings) if self._packed and self.packings is not None else None
+    def own_attention(self, packing: Packing | None = None) -> PackedAttention | ResidualAttention | None:
+        """What computes the attention where mlx-lm cannot, or with `packing`, of both tensors, where it can."""
+        whole = whole_planes(self._padded, self._ranges) if self._packed and self._padded else None
+        if (residual := self.residual) is not None and residual.places is not None and self.encoded:
+            return ResidualAttention(residual, residual.places, self.packings if self._packed else None, whole)
+        packings = self.packings if packing is None else (packing, packing)
+        return PackedAttention(*packings, whole) if self._packed and packings is not None else None
 
     def _complete(self, call: Call) -> Call:
         """The call over all slots, if heads were in groups during the update, and no longer are."""
@@ -792,8 +792,7 @@ class KVCache:
         copied.evictor, copied._room = None, copy.copy(self._room)
         if buffers is not None:
             copied.buffers = buffers[0].copied(), buffers[1].copied()
-        if self.residual is not None:
-            copied.residual = self.residual.copied()
+        copied.residual = None if self.residual is None else self.residual.copied()
         return copied
 
     def to_quantized(self, group_size: int = 64, bits: Bits = 4) -> KVCache:

@@ -28,7 +28,6 @@ from mlx_kv.cache.attention import (
     attend_partly,
     combined,
     merged,
-    operand_of,
 )
 from mlx_kv.cache.buffers import index_of, on_cpu
 from mlx_kv.cache.checks import whole_numbers
@@ -266,15 +265,8 @@ def attend_tails(cache: KVCache, call: Call) -> Partial:
 
 def _operands(cache: KVCache, call: Call) -> Operands:
     """What attention reads after an update."""
-    if (attention := cache._attention()) is not None:
-        return attention.operands(call)
-    if not cache._packed:
-        return Operands(Dense(call.keys), Dense(call.values), call.mask)
-    keys, values = (  # mlx-lm's attention reads these
-        operand_of(codec, planes, call.queries.dtype)
-        for codec, planes in zip(cache.codecs, (call.keys, call.values), strict=True)
-    )
-    return Operands(keys, values, call.mask)
+    attention = cache.own_attention(cache.packing)  # of planes that mlx-lm reads, too
+    return Operands(Dense(call.keys), Dense(call.values), call.mask) if attention is None else attention.operands(call)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

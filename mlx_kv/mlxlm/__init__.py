@@ -8,6 +8,7 @@
     probe.py      probes: how a model uses its caches, and the RoPE of what it caches
     attention.py  a patch of the attention function, and which layers go through it
     cpu.py        attention and activation on a CPU
+    cuda.py       attention over quantised caches on CUDA
 
 Differences between models are found by probes, never by a model's name.
 """

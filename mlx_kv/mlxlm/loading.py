@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention, use_cpu_head
+from mlx_kv.mlxlm.cuda import use_cuda_attention
 from mlx_kv.mlxlm.probe import cached_per_model, check_not_forked
 
 
@@ -83,12 +84,13 @@ def release_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
 
 
 def fit_to_device(model: nn.Module) -> None:
-    """On a CPU, 16-bit weights become float32: half precision is emulated there. The rest is of `mlx_kv.mlxlm.cpu`."""
+    """On a CPU, 16-bit weights become float32: half precision is emulated there. The rest is in `cpu` and `cuda`."""
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     use_cpu_attention(model)
     use_cpu_activation(model)
     use_cpu_head(model)
+    use_cuda_attention(model)
 
 
 def load_with_config(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
