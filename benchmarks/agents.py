@@ -81,10 +81,10 @@ def serve(folder: str, log: Path, words: list[str]) -> None:
     from mlx_kv.cli.main import command
     from mlx_kv.generation import grammar
     from mlx_kv.generation.sequence import common_prefix
-    from mlx_kv.server.handler import CompletionResponse, RequestHandler
+    from mlx_kv.server.handler import CompletionResponse, ModelReader
 
     before: list[list[int]] = []
-    encode, respond = RequestHandler._encode_chat, CompletionResponse.__call__
+    encode, respond = ModelReader._encode_chat, CompletionResponse.__call__
 
     def scripted(self: Any, request: Any) -> list[int]:
         tokens = encode(self, request)
@@ -112,7 +112,7 @@ def serve(folder: str, log: Path, words: list[str]) -> None:
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    RequestHandler._encode_chat, CompletionResponse.__call__ = scripted, record  # type: ignore[method-assign]
+    ModelReader._encode_chat, CompletionResponse.__call__ = scripted, record  # type: ignore[method-assign]
     os.dup2(os.open(log.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     command(["serve", "--model", folder, "--log-level", "INFO", *words])
 

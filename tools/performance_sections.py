@@ -206,6 +206,7 @@ OTHER_PAGES = {
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
     "growth_rules": "choice of the default growth: [caches](caches.md)",
     "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads)",
+    "models": "several models under one limit: [several models](several-models.md#what-is-in-memory)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "ranks": "several machines: [clusters](clusters.md)",

@@ -378,20 +378,23 @@ class DraftOptions(DraftSettings):
         """The settings of drafts alone."""
         return DraftSettings(**{each.name: getattr(self, each.name) for each in fields(DraftSettings)})
 
-    def load_model(self) -> nn.Module | None:
-        """The draft model, if there is one."""
+    def load_model(self, lazy: bool = False) -> nn.Module | None:
+        """The draft model, if there is one.
+
+        Args:
+            lazy: read each weight on first use.
+        """
         if self.draft_model is None:
             return None
         from mlx_kv.mlxlm.loading import load
 
-        return load(draft_path(self.draft_model))[0]
+        return load(draft_path(self.draft_model), lazy=lazy)[0]
 
-    def release(self, model: nn.Module | None) -> None:
-        """Frees the weights of the draft model, if there is one; they are loaded again when they are next used."""
-        if self.draft_model is None or model is None:
-            return
+    def release(self, model: nn.Module) -> None:
+        """Frees the weights of the draft model; they are loaded again when they are next used."""
         from mlx_kv.mlxlm.loading import load, release_weights
 
+        assert self.draft_model is not None
         path = draft_path(self.draft_model)
         release_weights(model, lambda: load(path, lazy=True)[0])
 

@@ -55,11 +55,20 @@ class Option(click.Option):
         self.section, self.summary = section, summary
 
 
-class SectionedCommand(click.Command):
-    """A command with `--help` of one screen, `--help-all` and `--config`."""
+NO_TABLES: Mapping[str, click.Command] = {}
+TABLES = "mlx_kv.tables"  # of a context's `meta`: by kind and name, the values of a command's parameters
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+
+class SectionedCommand(click.Command):
+    """A command with `--help` of one screen, `--help-all` and `--config`.
+
+    Args:
+        tables: the commands whose options are the keys of a configuration file's tables [kind.NAME], by kind.
+    """
+
+    def __init__(self, *arguments: Any, tables: Mapping[str, click.Command] = NO_TABLES, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.tables = tables
         config = Option(
             ["--config"],
             summary="TOML file with options by name.",
@@ -141,7 +150,7 @@ def _brief_record(param: click.Parameter, ctx: click.Context) -> tuple[str, str]
 
 command = functools.partial(click.command, cls=SectionedCommand)
 option = functools.partial(click.option, cls=Option)
-Command = Callable[..., None]
+Command = Callable[..., Any]
 
 
 # --- options of a dataclass -------------------------------------------------------------------------------------------
@@ -166,7 +175,7 @@ def options(
 
     def decorate(function: Command) -> Command:
         @functools.wraps(function)
-        def command(**values: Any) -> None:
+        def command(**values: Any) -> Any:
             fields = {}
             for name, each in chosen.items():
                 long = next((option for option in each.options if option.startswith("--")), each.options[0])
@@ -174,7 +183,7 @@ def options(
                 if value is not None:
                     fields[name] = value if each.words is None else each.words[value]
             instance = group(**fields)
-            function(**{parameter: instance}, **values)
+            return function(**{parameter: instance}, **values)
 
         decorated: Command = command
         for name, each in reversed(chosen.items()):
@@ -455,6 +464,19 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no UTF-8, no TOML
         raise click.UsageError(f"{path} is not TOML: {error}") from error
+    for kind, table_command in getattr(ctx.command, "tables", NO_TABLES).items():
+        tables = content.pop(kind, {})
+        if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+            raise click.UsageError(f"{path}: {kind} is no table of tables: write [{kind}.NAME] above its options")
+        ctx.meta.setdefault(TABLES, {})[kind] = {
+            name: _values(f"{path}: [{kind}.{name}]", table, click.Context(table_command, info_name=ctx.info_name))
+            for name, table in tables.items()
+        }
+    return _values(str(path), content, ctx)
+
+
+def _values(path: str, content: Mapping[str, Any], ctx: click.Context) -> dict[str, Any]:
+    """The values of a command's parameters in a table of a configuration file."""
     options = {
         name.removeprefix("--"): param
         for param in ctx.command.params

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.model import DraftOptions, ModelOptions, draft_options, read_template_settings
-from mlx_kv.cli.options import LEADERS_FILE, command, listed, not_needed, options, read_bytes
+from mlx_kv.cli.options import LEADERS_FILE, TABLES, command, listed, not_needed, options, read_bytes
 from mlx_kv.cli.output import Progress, say
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import Machine, on_each_rank
@@ -20,8 +20,11 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import setting, settings_of
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from mlx_kv.prefixes.store import PromptStore
-    from mlx_kv.server.rows import Models
+    from mlx_kv.server.rows import Models, WorkerSettings
+    from mlx_kv.server.served import Served
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 EXAMPLES = """
@@ -31,6 +34,8 @@ Examples:
   mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits auto --max-batch-size 16
   mlx-kv serve --draft auto
   mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
+  mlx-kv serve --model mlx-community/Qwen3-4B-4bit --model mlx-community/gemma-3-270m-it-4bit --memory-limit 12GB
+  mlx-kv serve --models-dir ~/models
   mlx-kv serve --config serve.toml
   mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile server.pem --log-level INFO
   mlx.launch -n 2 mlx-kv serve
@@ -47,12 +52,51 @@ With the openai client:
 \b
 http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 """
+BUNDLED = "reference"  # the model of a server that is given none
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 QUIET = "WARNING"  # the default: nothing is logged
 KEY_VARIABLE, PASSWORD_VARIABLE = "MLX_KV_API_KEY", "MLX_KV_SSL_KEYFILE_PASSWORD"
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerModel(ModelOptions):
+    """The models of a server by name: the first, and others that are loaded in the same way."""
+
+    others: tuple[str, ...] = ()
+    models_dir: Path | None = setting(
+        None,
+        option="--models-dir",
+        kind=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Directory of which each directory with a model is served by its name, loaded with its first request.",
+    )
+
+    def __post_init__(self) -> None:
+        first, *others = (list(self.name) or [BUNDLED]) if isinstance(self.name, tuple) else [self.name]
+        object.__setattr__(self, "name", first)
+        object.__setattr__(self, "others", (*others, *self._in_directory()))
+
+    def _in_directory(self) -> Iterator[str]:
+        found = [] if self.models_dir is None else sorted(self.models_dir.glob("*/config.json"))
+        if self.models_dir is not None and not found:
+            raise click.UsageError(f"{self.models_dir} has no directory with a config.json: give one with models in it")
+        return (str(config.parent) for config in found)
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """What a table of one model in a configuration file has beside the options of `mlx-kv serve`."""
+
+    path: str | None = setting(None, option="--path", metavar="PATH_OR_HUB_ID", help="The model, as of --model.")
+    alias: tuple[str, ...] = setting((), option=("--alias", "--aliases"), multiple=True, metavar="NAME,...")
+    pin: bool = setting(False, option="--pin", help="Keep the weights in memory, from the start.")
+    ttl: float | None = setting(None, option="--ttl", metavar="SECONDS", above=0)
+    chat_template_args: dict[str, Any] | None = setting(
+        None, option="--chat-template-args", kind=read_template_settings, metavar="JSON"
+    )
 
 
 @dataclass(frozen=True)
@@ -338,14 +382,125 @@ def _show_warm_up() -> Callable[[int, int], None]:
     return show
 
 
+# --- one of the models ------------------------------------------------------------------------------------------------
+
+
+OF_ALL_MODELS = ("lazy_load", "wired_limit")
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """A model of a server with all that is chosen for it.
+
+    Attributes:
+        name: for clients.
+    """
+
+    name: str
+    model: ModelOptions
+    sampling: SamplingDefaults
+    drafts: DraftOptions
+    policy: PolicyOptions
+    table: TableSettings = field(default_factory=TableSettings)
+
+    def served(
+        self, settings: WorkerSettings, machine: Machine, default: bool, networks: dict[tuple[Any, ...], Any]
+    ) -> Served:
+        """The model of the server.
+
+        Args:
+            settings: of the server, with the policy and drafts of its first model.
+            default: whether it is the first model.
+            networks: models that were loaded, which several names may share; this one is added.
+        """
+        from mlx_kv.server.rows import Models
+        from mlx_kv.server.served import Served
+
+        lazy = self.model.lazy_load or not (default or self.table.pin)
+        options = replace(self.model, lazy_load=lazy)
+        key = tuple(getattr(options, each.name) for each in fields(ModelOptions) if each.name not in OF_ALL_MODELS)
+
+        def load() -> Models:
+            if key not in networks:
+                networks[key] = machine.load() if machine.group is not None else options.load()
+            network, tokenizer = networks[key]
+            if not machine.leads:
+                return Models(network, tokenizer)
+            cache_policy = self.policy.for_model(network, self.model.name)
+            draft = self.drafts.load_model(lazy)
+            return Models(network, tokenizer, draft, self.sampling.of(self.model.name), cache_policy)
+
+        def release(network: nn.Module) -> None:
+            (options if network is networks[key][0] else self.drafts).release(network)
+
+        # Bad settings are refused before anything is loaded.
+        own = replace(settings, policy=self.policy.checked(), drafting=self.drafts.settings)
+        table = self.table
+        return Served(
+            self.name,
+            load,
+            own,
+            release=release,
+            aliases=listed(table.alias),
+            default=default,
+            lazy=lazy,
+            pinned=table.pin,
+            idle_seconds=table.ttl,
+            template=table.chat_template_args,
+        )
+
+
+@command("model")
+@options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code", "chat_template", "extra_eos_token")
+@options(SamplingDefaults, "sampling")
+@options(TableSettings, "table", section="Model")
+@draft_options
+@policy_options()
+def table_model(
+    model: ModelOptions, sampling: SamplingDefaults, drafts: DraftOptions, policy: PolicyOptions, table: TableSettings
+) -> Callable[[str], ModelSetup]:
+    """A table [models.NAME] of a configuration file: the model of a name."""
+    return lambda name: ModelSetup(name, replace(model, name=table.path or model.name), sampling, drafts, policy, table)
+
+
+OF_ONE_MODEL = ("model", "adapter_path", "chat_template", "draft_model", "kv_calibration", "alias")
+
+
+def read_tables(first: ModelSetup) -> list[ModelSetup]:
+    """The models of a configuration file's tables. What a table leaves out is as the options for all models say."""
+    ctx = click.get_current_context()
+    given = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.DEFAULT_MAP)
+    common = {
+        str(param.name): ctx.params[str(param.name)]
+        for param in table_model.params
+        if param.name in ctx.params and param.name not in OF_ONE_MODEL
+        if ctx.get_parameter_source(str(param.name)) in given
+    }
+    setups: list[ModelSetup] = []
+    for name, values in ctx.meta.get(TABLES, {}).get("models", {}).items():
+        if not {"path", "model"} & values.keys():
+            raise click.UsageError(f"[models.{name}] has no path: give that of the model, or its hub id")
+        with table_model.make_context(f"[models.{name}]", [], default_map=common | values) as own:
+            setup = table_model.invoke(own)(name)
+        ttl = first.table.ttl if setup.table.ttl is None else setup.table.ttl
+        setups.append(replace(setup, table=replace(setup.table, ttl=ttl)))
+    return setups
+
+
 # --- command ----------------------------------------------------------------------------------------------------------
 
 
-@command(epilog=EXAMPLES, short_help="Serve completions and chats to OpenAI clients.")
+@command(epilog=EXAMPLES, short_help="Serve completions and chats to OpenAI clients.", tables={"models": table_model})
 @options(
-    ModelOptions,
+    ServerModel,
     "model",
-    *("name", "adapter_path", "trust_remote_code", "chat_template", "lazy_load", "wired_limit"),
+    *("name", "models_dir", "adapter_path", "trust_remote_code", "chat_template", "lazy_load", "wired_limit"),
+    name={
+        "multiple": True,
+        "default": None,
+        "default_text": BUNDLED,
+        "summary": "Model, directory or hub id; repeatable.",
+    },
 )
 @options(ServerSettings, "server")
 @options(SamplingDefaults, "sampling")
@@ -356,7 +511,7 @@ def _show_warm_up() -> Callable[[int, int], None]:
 @on_each_rank
 def serve(
     machine: Machine,
-    model: ModelOptions,
+    model: ServerModel,
     server: ServerSettings,
     sampling: SamplingDefaults,
     drafts: DraftOptions,
@@ -368,29 +523,30 @@ def serve(
     Ctrl-C and SIGTERM stop it: requests in progress are finished first, or, after another Ctrl-C, end with an error.
     """
     keys = server.keys if machine.leads else []
-    before_loading = policy.checked()  # bad settings are refused before anything is loaded
+    table = TableSettings(alias=server.alias, ttl=server.unload_after, pin=False)
+    first = ModelSetup(model.name, model, sampling, drafts, policy, table)
+    others = [replace(first, name=name, model=replace(model, name=name, models_dir=None)) for name in model.others]
+    others = [replace(each, table=replace(table, alias=())) for each in others]
+    setups = [first, *others, *read_tables(first)]
+    source = click.get_current_context().get_parameter_source("model")
+    if source is click.core.ParameterSource.DEFAULT and len(setups) > 1:
+        del setups[0]  # the bundled model is for those who name none
+    if machine.group is not None and len(setups) > 1:
+        raise click.UsageError("several models are for one machine: several ranks have parts of one; give one --model")
+    for setup in setups:
+        setup.policy.checked()  # bad settings are refused before anything is loaded
     try:
         from mlx_kv.server.api import AccessRules, Certificates, HttpSettings, Limits, configure_logging, is_loopback
-        from mlx_kv.server.rows import Models, WorkerSettings
+        from mlx_kv.server.rows import WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http
-        from mlx_kv.server.worker import IdleUnload, Worker
+        from mlx_kv.server.served import ModelTable
+        from mlx_kv.server.worker import Worker
     except ImportError as error:
         if error.name not in EXTRA:
             raise
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
     model.set_wired_limit()
-
-    def load() -> Models:
-        network, tokenizer = machine.load()
-        if not machine.leads:
-            return Models(network, tokenizer)
-        cache_policy = policy.for_model(network, model.name)
-        return Models(network, tokenizer, drafts.load_model(), sampling.of(model.name), cache_policy)
-
-    def unload(loaded: Models) -> None:
-        model.release(loaded.model)
-        drafts.release(loaded.draft)
 
     def open_store(loaded: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
@@ -407,17 +563,20 @@ def serve(
     if server.log_level != QUIET:
         configure_logging(server.log_level)
     settings = WorkerSettings(
-        before_loading,
+        setups[0].policy.checked(),
         server.max_batch_size,
         server.prefill_step_size,
         server.max_token_wait,
-        drafts.settings,
+        setups[0].drafts.settings,
         server.prompt_memory_bytes,
         None if server.prompt_store is None else open_store,
         "device" if server.memory_limit is None else server.memory_limit,
         None if server.no_warmup or model.lazy_load else _show_warm_up(),
     )
-    worker = Worker(load, settings, machine.group, IdleUnload(server.unload_after, unload, model.lazy_load))
+    networks: dict[tuple[Any, ...], Any] = {}
+    served = [setup.served(settings, machine, setup is setups[0], networks) for setup in setups]
+    ModelTable(served)  # names that two models have are refused before anything is loaded
+    worker = Worker(served, machine.group)
     if not machine.leads:
         worker.follow()
         return 0
@@ -432,8 +591,8 @@ def serve(
     )
     certificates = None
     if server.ssl_certfile is not None:
-        others = server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs
-        certificates = Certificates(server.ssl_certfile, *others)
+        more = server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs
+        certificates = Certificates(server.ssl_certfile, *more)
     http = HttpSettings(
         server.host,
         server.port,
@@ -441,19 +600,18 @@ def serve(
         keys,
         access,
         certificates,
-        listed(server.alias),
         server.drain_seconds,
         server.strict_model_name,
     )
 
     def started(url: str) -> None:
         say(f"note: {worker.memory_in_words}")
-        say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/")
+        names = [each.names.name if len(served) > 1 else setups[0].name for each in served]
+        say(f"{', '.join(names)} at {url}/v1, chat at {url}/chat, memory at {url}/")
 
     try:
         return serve_http(
             worker,
-            model.name,
             http,
             started,
             say,

@@ -167,7 +167,12 @@ class PrefillPace:
     Args:
         max_seconds: of a pass while rows decode.
         max_tokens: of one prompt in a pass.
+
+    Attributes:
+        engines: that take turns, and share that time.
     """
+
+    engines = 1
 
     def __init__(self, max_seconds: float, max_tokens: int) -> None:
         self._max_seconds, self._max_tokens = max_seconds, max_tokens
@@ -179,7 +184,7 @@ class PrefillPace:
         if self._per_token is None:
             fits = FIRST_CHUNK
         else:
-            fits = int(min(self._max_seconds / self._per_token, 1e9)) // max(1, prompts)
+            fits = int(min(self._max_seconds / self.engines / self._per_token, 1e9)) // max(1, prompts)
         step = max(MIN_CHUNK, 1 << max(0, fits.bit_length() - 2))  # two steps to twice the size: few shapes
         return min(self._max_tokens, max(MIN_CHUNK, fits // step * step))
 

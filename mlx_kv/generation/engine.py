@@ -246,6 +246,11 @@ class Engine:
             growing = (cache for cache in layers if grow_early(cache, ROOM_AHEAD))
             self._growing = bool(list(islice(growing, 1 + 2 * len(layers) // ROOM_AHEAD)))
 
+    def take_turns(self, engines: int) -> None:
+        """Announces that so many engines make steps in turn: each reads as much of prompts as leaves time for all."""
+        if self._pace is not None:
+            self._pace.engines = engines
+
     def make_room(self, index: int, tokens: int) -> None:
         """Announces that the answer of a sequence that decodes will have so many tokens."""
         drafter = self._decoder.drafter
@@ -285,7 +290,7 @@ class Engine:
             return
         self._join()
         step = self.step_size
-        if self._pace is not None and self._active:
+        if self._pace is not None and (self._active or self._pace.engines > 1):
             step = self._pace.chunk(len(self._admission.rows))
         queue = list(islice(self._waiting, MAX_CONTINUING))
         limits = [min(self._chunk(row.left, step), self._beginnings.stop(row, queue)) for row in self._admission.rows]

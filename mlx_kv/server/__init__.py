@@ -14,7 +14,8 @@ HTTP, in the event loop:
 
 The worker, one thread that owns MLX, the models and the engines:
 
-    worker.py            gives rows to jobs, and makes steps; idle unloading
+    worker.py            gives rows to jobs, makes steps, reads and frees weights
+    served.py            models: their names in requests, and their weights
     rows.py              models and settings; the engine, its jobs and their cached prefixes
     memory.py            memory of rows: planned, limited, held; MLX's limit for freed buffers
     monitor.py           metrics, rates, snapshots of memory, why a prompt was not reused

@@ -38,13 +38,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_kv.generation.statistics import SpeculationStatistics
-from mlx_kv.policy import CachePolicy
 from mlx_kv.server.dialects.completions import chats, completions
 from mlx_kv.server.dialects.messages import messages, token_count_request
 from mlx_kv.server.dialects.ollama import GenerateBody, OllamaChatBody, OllamaDialect, OllamaRoutes
 from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
 from mlx_kv.server.handler import (
-    ANY,
     CHATS,
     COMPLETIONS,
     HEADER,
@@ -54,15 +52,16 @@ from mlx_kv.server.handler import (
     RESPONSES,
     AdmissionController,
     Dialect,
-    ModelNames,
     RequestHandler,
 )
-from mlx_kv.server.json_http import ApiError, JsonResponse, error_body
+from mlx_kv.server.json_http import ApiError, JsonResponse, error_body, read_body
 from mlx_kv.server.memory import RowOccupancy
 from mlx_kv.server.monitor import Snapshot
 from mlx_kv.server.output import Job
+from mlx_kv.server.requests import Body, UnknownFields
 from mlx_kv.server.requests import Limits as Limits
 from mlx_kv.server.rows import policy_name
+from mlx_kv.server.served import ANY, ModelTable, Served
 from mlx_kv.server.worker import Worker
 
 HOST_NAME = re.compile(r"\*|(\*\.)?[^\s*/:?#@\\\[\]]+")
@@ -287,35 +286,42 @@ def _without_query(record: logging.LogRecord) -> bool:
 # --- pages, metrics and health ----------------------------------------------------------------------------------------
 
 
+class ModelBody(Body):
+    """A request to load or unload a model."""
+
+    model: str
+
+
 class StatusRoutes:
     """Endpoints that generate nothing."""
 
-    def __init__(self, worker: Worker, admission: AdmissionController, names: ModelNames) -> None:
-        self._worker, self._admission, self._names = worker, admission, names
+    def __init__(self, worker: Worker, admission: AdmissionController, table: ModelTable) -> None:
+        self._worker, self._admission, self._table = worker, admission, table
         self._created = time.time()
 
     # --- models ---------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """All names of the model."""
-        names = self._names.all
-        data = {"object": "list", "data": [self._description(name) for name in names], "has_more": False}
-        return JsonResponse(data | {"first_id": names[0], "last_id": names[-1]})
+        """All names of the models."""
+        names = [(served, name) for served in self._worker.served for name in served.names.all]
+        data = {"object": "list", "data": [self._description(*each) for each in names], "has_more": False}
+        return JsonResponse(data | {"first_id": names[0][1], "last_id": names[-1][1]})
 
     async def model(self, request: Request) -> Response:
-        """One name of the model."""
+        """One name of a model."""
         name = request.path_params["name"]
-        if name not in self._names:
+        if (served := self._table.known(name)) is None:
             raise ApiError(404, "there is no such model here", "model", "model_not_found")
-        return JsonResponse(self._description(name))
+        return JsonResponse(self._description(served, name))
 
-    def _description(self, name: str) -> dict[str, Any]:
+    def _description(self, served: Served, name: str) -> dict[str, Any]:
         """With the fields of OpenAI's API, and those of Anthropic's."""
         created = int(self._created)
         openai = {"id": name, "object": "model", "created": created, "owned_by": "mlx-kv"}
         since = datetime.fromtimestamp(created, UTC).isoformat()
-        anthropic = {"type": "model", "display_name": self._names.name, "created_at": since}
-        return openai | {"sampling": self._worker.models.sampling.changed} | anthropic
+        anthropic = {"type": "model", "display_name": served.names.name, "created_at": since}
+        own = {"sampling": served.models.sampling.changed, **_state(served)}
+        return openai | own | anthropic
 
     # --- health ---------------------------------------------------------------------------------------------------
 
@@ -357,7 +363,12 @@ class StatusRoutes:
             getattr(metrics, name).set(value)
         metrics.rows.set(sum(job.has_row for job in self._admission.jobs))
         metrics.memory_limit.set(self._worker.limit.limit or 0)
-        metrics.policies.set(1)
+        metrics.policies.set(len(self._worker.policies))
+        for served in self._worker.served:
+            name = served.names.name
+            metrics.model_loaded.labels(name).set(served.state == "loaded")
+            metrics.model_weights.labels(name).set(served.nbytes)
+            metrics.model_rows.labels(name).set(len(served.rows.active))
         if snapshot.speculation is not None:
             metrics.draft_length.set(snapshot.speculation.length)
             metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
@@ -377,9 +388,10 @@ class StatusRoutes:
         occupied = dict(zip((*snapshot.decoding, *snapshot.reading), counts, strict=False))
         report = {
             **{name: metrics.total(name) for name in COUNTERS},
-            "model": self._names.name,
+            "model": worker.default.names.name,
+            "models": [{"name": served.names.name, **_state(served), **_usage(served)} for served in worker.served],
             "max_batch_size": worker.settings.max_batch_size,
-            "rows": [_row(job, worker.policy, drafts, *occupied.get(job, (len(job.answer), ()))) for job in jobs],
+            "rows": [_row(job, drafts, *occupied.get(job, (len(job.answer), ()))) for job in jobs],
             **self._gauges(snapshot),
             "in_flight": admission.admitted,
             "history": worker.monitor.history.figures(time.monotonic()),
@@ -387,8 +399,11 @@ class StatusRoutes:
             "freed_memory_limit": worker.freed_limit,
             "weights": worker.limit.weights,
             "prompt_memory_limit": worker.prompt_bytes,
-            "prompt_memory_tokens": worker.plan.tokens_in(worker.prompt_bytes),
-            "policies": [{"policy": policy_name(worker.policy), "rows": sum(job.has_row for job in jobs)}],
+            "prompt_memory_tokens": worker.default.plan.tokens_in(worker.prompt_bytes),
+            "policies": [
+                {"policy": policy_name(policy), "rows": sum(job.has_row for job in jobs if job.served.policy == policy)}
+                for policy in worker.policies
+            ],
             "keeps_prompts": worker.settings.keeps_prompts,
             "prefixes": list(worker.monitor.prefixes.reports),
             "drafts": None if drafts is None else drafts.figures(),
@@ -407,16 +422,32 @@ def html_page(path: Path) -> Endpoint:
     return page
 
 
+def _state(served: Served) -> dict[str, Any]:
+    """What is known of a model, and whether its weights are in memory."""
+    return {"state": served.state, "bytes": served.nbytes, "context_length": served.context, "pinned": served.pinned}
+
+
+def _usage(served: Served) -> dict[str, Any]:
+    """What requests to a model hold."""
+    rows, until = served.rows, served.expires_at
+    return {
+        "policy": policy_name(served.policy),
+        "rows": len(rows.active),
+        "prompt_memory": int(rows.prefixes.memory.nbytes),
+        "seconds_left": None if until is None else round(until - time.time(), 1),
+    }
+
+
 def _row(
     job: Job,
-    policy: CachePolicy,
     drafts: SpeculationStatistics | None,
     generated: int,
     layers: Sequence[RowOccupancy],
 ) -> dict[str, Any]:
     return {
         "number": job.number,
-        "policy": policy_name(policy),
+        "model": job.served.names.name,
+        "policy": policy_name(job.served.policy),
         "state": "decoding" if generated else "reading" if job.has_row else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,
@@ -460,8 +491,7 @@ class HttpSettings:
         keys: API keys, one of which each request must carry; empty disables the check.
         access: allowed host names and origins; None allows the names of `host`.
         certificates: for TLS; None is without.
-        aliases: more names of the model; "*" allows any.
-        strict_names: whether other names are refused.
+        strict_names: whether names of other models are refused, if there is one model.
         drain_seconds: from a signal until responses in progress are ended with an error.
     """
 
@@ -471,7 +501,6 @@ class HttpSettings:
     keys: Sequence[str] = ()
     access: AccessRules | None = None
     certificates: Certificates | None = None
-    aliases: Sequence[str] = ()
     drain_seconds: float = 30.0
     strict_names: bool = False
 
@@ -481,28 +510,26 @@ class Api:
 
     Args:
         worker: started; its output is delivered once the application starts.
-        name: of the model, for clients.
     """
 
-    def __init__(self, worker: Worker, name: str, settings: HttpSettings | None = None) -> None:
+    def __init__(self, worker: Worker, settings: HttpSettings | None = None) -> None:
         settings = settings or HttpSettings()
         self.worker, self.limits = worker, settings.limits
         worker.monitor.prefixes.allows_text = len(settings.keys) <= 1  # else texts would reach users with other keys
-        self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases, settings.strict_names)
+        self._keys, self.table = ApiKeys(settings.keys), ModelTable(worker.served, settings.strict_names)
         self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
-        self._handler = RequestHandler(worker, self.admission, self.limits, self.names)
+        self._handler = RequestHandler(worker, self.admission, self.limits, self.table)
         self._conversations = Conversations()
-        guarded, status = self._guarded, StatusRoutes(worker, self.admission, self.names)
-        has_template = worker.models.tokenizer.has_chat_template
-        models = OllamaRoutes(worker, self.names, self.limits)
+        guarded, status = self._guarded, StatusRoutes(worker, self.admission, self.table)
+        models = OllamaRoutes(worker, self.table, self.limits)
         self.app = Starlette(
             routes=[
                 *self._generation_routes(COMPLETIONS, completions),
                 *self._generation_routes(CHATS, chats),
                 *self._generation_routes(RESPONSES, ResponsesDialect(self._conversations)),
                 *self._generation_routes(MESSAGES, messages),
-                *self._generation_routes(OLLAMA_CHATS, OllamaDialect(OllamaChatBody, self.names, has_template)),
-                *self._generation_routes(OLLAMA_PROMPTS, OllamaDialect(GenerateBody, self.names, has_template)),
+                *self._generation_routes(OLLAMA_CHATS, OllamaDialect(OllamaChatBody, self.table)),
+                *self._generation_routes(OLLAMA_PROMPTS, OllamaDialect(GenerateBody, self.table)),
                 Route("/api/tags", guarded(models.tags)),
                 Route("/api/ps", guarded(models.running)),
                 Route("/api/show", guarded(models.show), methods=["POST"]),
@@ -513,6 +540,8 @@ class Api:
                 Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),
                 Route("/v1/models", guarded(status.models)),
                 Route("/models", guarded(status.models)),
+                Route("/models/load", guarded(partial(self._load, keep_alive=None)), methods=["POST"]),
+                Route("/models/unload", guarded(partial(self._load, keep_alive=0.0)), methods=["POST"]),
                 Route("/v1/models/{name:path}", guarded(status.model)),
                 Route("/metrics", guarded(status.metrics)),
                 Route("/memory", guarded(status.memory)),
@@ -564,8 +593,17 @@ class Api:
     async def _count(self, request: Request) -> Response:
         return JsonResponse({"input_tokens": await self._handler.count(request, token_count_request)})
 
+    async def _load(self, request: Request, keep_alive: float | None) -> Response:
+        """Loads or unloads a model, as llama-server's router does."""
+        body = ModelBody.parse(
+            await read_body(request, self.limits.body_bytes, self.limits.body_seconds),
+            UnknownFields(self.limits.strict),
+        )
+        await self._handler.load(self.table.find(body.model), keep_alive)
+        return JsonResponse({"success": True})
+
     async def _embeddings(self, request: Request) -> Response:
-        message = f"{self.names.name!r} generates text and has no embeddings: use a server of an embedding model"
+        message = f"{self.worker.default.names.name!r} has no embeddings: use a server of an embedding model"
         raise ApiError(404, message)
 
     # --- errors ---------------------------------------------------------------------------------------------------

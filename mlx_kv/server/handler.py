@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.generate import StopStrings
-from mlx_kv.generation.grammar import LeadIn
+from mlx_kv.generation.grammar import Grammar, LeadIn
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.output import (
@@ -40,12 +39,10 @@ from mlx_kv.server.output import (
     marks_of,
 )
 from mlx_kv.server.requests import CompletionRequest, Limits, RequestRules, UnknownFields
+from mlx_kv.server.served import ModelTable, Served
 from mlx_kv.server.templates import ChatTemplate
 from mlx_kv.server.worker import Worker
 
-ANY = "*"
-LATEST = ":latest"  # the tag that clients of Ollama add to names without one
-DEFAULT = "default_model"  # the name that clients of mlx_lm.server send
 HEADER = "X-MLX-KV-Prefix"
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
 COMPLETIONS = ("/v1/completions", "/completions")
@@ -222,141 +219,74 @@ class AdmissionController:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class ModelNames:
-    """Names by which requests may refer to the model.
-
-    Args:
-        name: of the server's command line: a directory or a name on the hub, of which the last part is a name, too.
-        aliases: more names; "*" allows any.
-        strict: whether other names are refused.
+class ParsedRequest(NamedTuple):
+    """A request, the writer of its answer, given the model's name, and how long the model is kept after it.
 
     Attributes:
-        all: the names, the one that people would type first.
-        name: the first of them.
+        keep_alive: as of `Served.keep_alive`.
     """
-
-    def __init__(self, name: str, aliases: Sequence[str] = (), strict: bool = False) -> None:
-        self._any, self._strict = ANY in aliases, strict
-        self._unknown = UnknownFields()
-        path = Path(name)
-        if path.is_dir():
-            first, others = path.resolve().name or name, [name, str(path.resolve())]
-        else:
-            first, others = name, [name.rstrip("/").rpartition("/")[2]]
-        self.all = tuple(dict.fromkeys(each for each in (first, *aliases, *others, DEFAULT) if each and each != ANY))
-        self.name = first
-
-    def __contains__(self, name: object) -> bool:
-        return self._any or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
-
-    def check(self, name: str | None) -> None:
-        """Raises ApiError, 404, for the name of another model, if names are strict; else logs it once."""
-        if name is None or name in self:
-            return
-        if self._strict:
-            raise ApiError(404, f"there is no model {name[:200]!r} here: use {self.name!r}", "model", "model_not_found")
-        line = f"{self.name!r} answers requests for {name[:200]!r}: --strict-model-name refuses them"
-        self._unknown.log_once(name[:200], line)
-
-
-class ParsedRequest(NamedTuple):
-    """A request, and the writer of its answer, given the model's name."""
 
     request: CompletionRequest
     writer: Callable[[str], OutputWriter]
+    keep_alive: float | None = None
 
 
-# From the JSON of a body: a request, or a response for which nothing is generated. Raises ApiError.
-Dialect = Callable[[Any, RequestRules], ParsedRequest | Response]
+class ModelReader:
+    """What requests to one model become: prompts in its tokens, and jobs.
 
-
-class RequestHandler:
-    """Makes the responses to completion requests.
-
-    Args:
-        names: of the model.
+    Attributes:
+        rules: for its requests.
     """
 
-    def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
-        self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict), limits.client_headers)
-        self._template = ChatTemplate(worker.models.tokenizer, limits.template)
-        self._texts = TokenTexts(worker.models.tokenizer)
-        self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
-        # Tokenizers are fast, but a long prompt in the event loop would delay the tokens of other requests.
-        self._tokenizing = ThreadPoolExecutor(1, "mlx-kv tokenizer")
+    def __init__(self, served: Served, worker: Worker, limits: Limits, unknown: UnknownFields) -> None:
+        self.served, self._worker, self._limits = served, worker, limits
+        models = served.models
+        self._tokenizer = tokenizer = models.tokenizer
+        has_template = bool(tokenizer.has_chat_template)
+        self.rules = RequestRules(models.sampling, unknown, limits.client_headers, has_template)
+        self._template = ChatTemplate(tokenizer, served.template or limits.template)
+        self._texts, self.grammars = TokenTexts(tokenizer), Grammars(tokenizer, unknown)
 
-    async def answer(self, http: Request, dialect: Dialect) -> Response:
-        """The response to a request, whole or streamed."""
-        since = time.monotonic()
-        parsed = dialect(await self._json(http), self._rules)
-        if isinstance(parsed, Response):
-            return parsed
-        request, writer = parsed
-        self._names.check(request.model)
-        self._admission.admit(request.answers)
-        try:
-            prompts = await self._tokens(request)
-            grammar = await self._grammars.compile(request.constraint, request.constraint_field)
-            choices: list[Choice] = []
-            for place, tokens in enumerate(prompts):
-                max_tokens = self._max_tokens(request, tokens)
-                for number in range(request.n):
-                    job = Job(
-                        tokens,
-                        max_tokens,
-                        request.sampling_of(number),
-                        request.top_logprobs,
-                        self._stop_strings(request, tokens),
-                        request.cache.keep,
-                        since=since,
-                    )
-                    if grammar is not None:
-                        job.grammar = grammar.processor(len(tokens), self._lead_in(request, tokens))
-                    choices.append(self._choice(request, len(choices), place, job))
-            return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
-        except BaseException:
-            self._admission.leave(request.answers)
-            raise
-
-    async def count(self, http: Request, parse: Callable[[Any, RequestRules], CompletionRequest]) -> int:
-        """The number of tokens of a request's prompt."""
-        request = parse(await self._json(http), self._rules)
-        self._names.check(request.model)
-        self._admission.admit()  # since the tokenizer is shared
-        try:
-            return sum(len(tokens) for tokens in await self._tokens(request))
-        finally:
-            self._admission.leave()
-
-    def close(self) -> None:
-        """Ends the threads of tokenizers and grammars after their current task."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        self._grammars.close()
-
-    async def _json(self, http: Request) -> Any:
-        return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
-
-    async def _tokens(self, request: CompletionRequest) -> list[list[int]]:
-        """Token ids of each prompt; a chat is one prompt."""
-        encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: self._encode(request))
-        return await asyncio.wrap_future(encoding)
-
-    def _encode(self, request: CompletionRequest) -> list[list[int]]:
+    def encode(self, request: CompletionRequest) -> list[list[int]]:
+        """Token ids of each prompt; a chat is one prompt. Raises ApiError for what the model does not take."""
         if request.chat:
             return [self._encode_chat(request)]
-        tokenizer = self._worker.models.tokenizer
         try:
             return [
-                encode_prompt(tokenizer, each) if isinstance(each, str) else token_ids(each, self._worker.vocabulary)
+                encode_prompt(self._tokenizer, each)
+                if isinstance(each, str)
+                else token_ids(each, self.served.vocabulary)
                 for each in request.prompts
             ]
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
+    def choices(
+        self, request: CompletionRequest, prompts: Sequence[list[int]], grammar: Grammar | None, since: float
+    ) -> list[Choice]:
+        """The answers to a request, each with its job. Raises ApiError for prompts that do not fit."""
+        choices: list[Choice] = []
+        for place, tokens in enumerate(prompts):
+            max_tokens = self._max_tokens(request, tokens)
+            for number in range(request.n):
+                job = Job(
+                    tokens,
+                    max_tokens,
+                    request.sampling_of(number),
+                    request.top_logprobs,
+                    self._stop_strings(request, tokens),
+                    request.cache.keep,
+                    since=since,
+                    served=self.served,
+                )
+                if grammar is not None:
+                    job.grammar = grammar.processor(len(tokens), self._lead_in(request, tokens))
+                choices.append(self._choice(request, len(choices), place, job))
+        return choices
+
     def _encode_chat(self, request: CompletionRequest) -> list[int]:
         """Token ids of a chat. Raises ApiError for one that the template refuses, and for tools where they are."""
-        tokenizer, unknown = self._worker.models.tokenizer, self._rules.unknown
+        tokenizer, unknown = self._tokenizer, self.rules.unknown
         if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
             if unknown.strict:
                 raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
@@ -378,7 +308,7 @@ class RequestHandler:
 
     def _max_tokens(self, request: CompletionRequest, tokens: list[int]) -> int:
         """The maximum number of tokens of an answer. Raises ApiError for a prompt that does not fit."""
-        param, context = "messages" if request.chat else "prompt", self._worker.context
+        param, context = "messages" if request.chat else "prompt", self.served.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
         limits = [limit for limit in (self._limits.prompt_tokens, context and context - 1) if limit is not None]
@@ -391,9 +321,12 @@ class RequestHandler:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        if refusal := self._worker.limit.refusal(self._worker.plan, len(tokens), min(max_tokens, FIRST_EXPECTED)):
+        limit, expected = self._worker.limit_of(self.served), min(max_tokens, FIRST_EXPECTED)
+        if (limit.for_rows or 0) < 0:
+            raise ApiError(503, self._worker.shortage(self.served), None, "model_too_large", {"Retry-After": "60"})
+        if refusal := limit.refusal(self.served.plan, len(tokens), expected):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
-        vocabulary = self._worker.vocabulary
+        vocabulary = self.served.vocabulary
         if request.sampling.logit_bias and (largest := max(request.sampling.biases)) >= vocabulary:
             raise ApiError(400, f"logit_bias has the token {largest}: send ids below {vocabulary:,}", "logit_bias")
         return max_tokens
@@ -403,23 +336,23 @@ class RequestHandler:
         if not request.chat:
             return None
         auto = request.constraint is not None and request.constraint.kind == "auto_calls"
-        return LeadIn.after(self._worker.models.tokenizer, tokens, request.may_call, request.beginning, auto)
+        return LeadIn.after(self._tokenizer, tokens, request.may_call, request.beginning, auto)
 
     def _stop_strings(self, request: CompletionRequest, tokens: list[int]) -> StopStrings:
         if not request.chat or not request.stop_strings:
             return StopStrings(request.stop_strings)
         if self._is_bare_call(request):
             return StopStrings()  # there is no content
-        state = answer_state(self._worker.models.tokenizer, tokens, request.beginning)
+        state = answer_state(self._tokenizer, tokens, request.beginning)
         return ContentStops(request.stop_strings, state)
 
     def _is_bare_call(self, request: CompletionRequest) -> bool:
         """Whether the answer is a call without marks."""
-        return request.forces_call and marks_of(self._worker.models.tokenizer) is None
+        return request.forces_call and marks_of(self._tokenizer) is None
 
     def _choice(self, request: CompletionRequest, index: int, place: int, job: Job) -> Choice:
         """One of the answers to the prompt at a place."""
-        tokenizer = self._worker.models.tokenizer
+        tokenizer = self._tokenizer
         texts = None if request.top_logprobs is None else self._texts
         if request.chat:
             parser = ChatOutputParser(
@@ -435,6 +368,89 @@ class RequestHandler:
         prompt = request.prompts[place]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(job.tokens)
         return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
+
+
+class LoadRequest(NamedTuple):
+    """A request for which nothing is generated: its model is loaded, or with a `keep_alive` of 0 unloaded."""
+
+    response: Response
+    keep_alive: float | None = None
+
+
+# From the JSON of a body. Raises ApiError.
+Dialect = Callable[[Any, RequestRules], ParsedRequest | LoadRequest]
+
+
+class RequestHandler:
+    """Makes the responses to completion requests.
+
+    Args:
+        table: of the models.
+    """
+
+    def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, table: ModelTable) -> None:
+        self._worker, self._admission, self._limits, self._table = worker, admission, limits, table
+        unknown = UnknownFields(limits.strict)
+        self._readers = {served: ModelReader(served, worker, limits, unknown) for served in worker.served}
+        # Tokenizers are fast, but a long prompt in the event loop would delay the tokens of other requests.
+        self._tokenizing = ThreadPoolExecutor(1, "mlx-kv tokenizer")
+
+    async def answer(self, http: Request, dialect: Dialect) -> Response:
+        """The response to a request, whole or streamed."""
+        since = time.monotonic()
+        body = await self._json(http)
+        reader = self._reader(body)
+        parsed = dialect(body, reader.rules)
+        if isinstance(parsed, LoadRequest):
+            await self.load(reader.served, parsed.keep_alive)
+            return parsed.response
+        request, writer, keep_alive = parsed
+        self._admission.admit(request.answers)
+        try:
+            prompts = await self._tokens(reader, request)
+            grammar = await reader.grammars.compile(request.constraint, request.constraint_field)
+            choices = reader.choices(request, prompts, grammar, since)
+            reader.served.keep_alive(keep_alive)
+            name = reader.served.names.name
+            return CompletionResponse(self._admission, choices, writer(name), request.stream)
+        except BaseException:
+            self._admission.leave(request.answers)
+            raise
+
+    async def count(self, http: Request, parse: Callable[[Any, RequestRules], CompletionRequest]) -> int:
+        """The number of tokens of a request's prompt."""
+        body = await self._json(http)
+        reader = self._reader(body)
+        request = parse(body, reader.rules)
+        self._admission.admit()  # since the tokenizer is shared
+        try:
+            return sum(len(tokens) for tokens in await self._tokens(reader, request))
+        finally:
+            self._admission.leave()
+
+    async def load(self, served: Served, keep_alive: float | None = None) -> None:
+        """Loads a model, or with a `keep_alive` of 0 unloads it. Raises ApiError, 503, if that is not possible now."""
+        served.keep_alive(keep_alive)
+        change = self._worker.unload if keep_alive == 0 else self._worker.load
+        if (problem := await asyncio.wrap_future(self._worker.call(partial(change, served)))) is not None:
+            raise ApiError(503, problem, "model", "model_not_changed", {"Retry-After": "5"})
+
+    def close(self) -> None:
+        """Ends the threads of tokenizers and grammars after their current task."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for reader in self._readers.values():
+            reader.grammars.close()
+
+    def _reader(self, body: Any) -> ModelReader:
+        """Of the model that a body names. Raises ApiError, 404."""
+        return self._readers[self._table.find(body.get("model") if isinstance(body, dict) else None)]
+
+    async def _json(self, http: Request) -> Any:
+        return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
+
+    async def _tokens(self, reader: ModelReader, request: CompletionRequest) -> list[list[int]]:
+        encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode(request))
+        return await asyncio.wrap_future(encoding)
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ DURATION = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CONTEXT_TOKENS = 40  # on each side of a difference; a token has a character or more
 CONTEXT_CHARACTERS = 40
 MAX_REPORTS = 16  # in /memory
+Drafts = tuple[SpeculationStatistics | None, SpeculationStatistics | None]  # of an engine; a copy of the last update
 Decode = Callable[[Sequence[int]], str]
 log = logging.getLogger("mlx_kv.server")
 
@@ -54,8 +55,8 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"mlx_kv_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"mlx_kv_{name}", text, registry=registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"mlx_kv_{name}", text, labels, registry=registry)
 
         def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
             return Histogram(f"mlx_kv_{name}", text, labels, buckets=buckets, registry=registry)
@@ -98,6 +99,10 @@ class Metrics:
         self.bytes_planned = gauge("kv_bytes_planned", "Maximum bytes of the current rows, prompts and answers.")
         self.memory_limit = gauge("memory_limit_bytes", "Limit for weights, rows and cached prefixes; 0: none.")
         self.policies = gauge("cache_policies", "Cache policies with an engine.")
+        self.model_loaded = gauge("model_loaded", "Whether the weights of a model are in memory.", "model")
+        self.model_weights = gauge("model_weight_bytes", "Bytes of the weights of a model.", "model")
+        self.model_rows = gauge("model_rows", "Requests to a model in prefill or decoding.", "model")
+        self.model_loads = counter("model_loads", "How often the weights of a model were read.", "model")
         self.active_memory = gauge("active_memory_bytes", "Bytes of all MLX arrays: weights, caches, and others.")
         self.freed_memory = gauge("freed_memory_bytes", "Bytes of freed buffers that MLX keeps for reuse.")
 
@@ -331,7 +336,7 @@ class Snapshot:
         decoding, reading: jobs that decode and jobs in prefill, in the order of the rows of `occupancy`.
         generated: tokens of each of them.
         active_memory, prompt_memory: bytes of all arrays, and of cached prefixes.
-        speculation: statistics of drafts since the engine was made; None without drafts.
+        speculation: statistics of drafts since the engine was made, of the first that drafts; None without drafts.
         planned: maximum bytes of the current rows.
         freed_memory: bytes of freed buffers that MLX keeps for reuse, of this process.
     """
@@ -361,8 +366,7 @@ class Monitor:
         self.prefixes = PrefixReports(self.metrics.prefix_shortfalls)
         self._updated, self._watched = 0.0, -WATCHED_SECONDS
         self._generated: deque[tuple[float, int]] = deque()  # (time, tokens)
-        self._source: SpeculationStatistics | None = None  # of the engine
-        self._drafts: SpeculationStatistics | None = None  # a copy of them as of the last update
+        self._drafts: list[Drafts] = []  # of each model
         self.snapshot, self.history = Snapshot(), TokenHistory(time.monotonic())
 
     def watch(self) -> Snapshot:
@@ -402,20 +406,20 @@ class Monitor:
 
     def update(
         self,
-        decoding: Batch | tuple[()],
+        decoding: Iterable[Batch],
         reading: Iterable[Batch],
         prompt_memory: int,
-        speculation: SpeculationStatistics | None = None,
+        speculation: Sequence[SpeculationStatistics | None] = (),
         ranks: TotalMemory = ALONE,
         planned: int = 0,
     ) -> None:
         """Makes a snapshot.
 
         Args:
-            decoding: the jobs that decode, and their caches.
+            decoding: of each model, the jobs that decode, and their caches.
             reading: batches of jobs in prefill, as `decoding`.
             prompt_memory: bytes of cached prefixes; with several ranks, of the first.
-            speculation: of the engine, if it drafts.
+            speculation: of each model's engine, if it drafts.
             ranks: adds up the memory of all ranks.
             planned: maximum bytes of the current rows.
         """
@@ -425,11 +429,11 @@ class Monitor:
         rate = 0.0
         if self._generated:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
-        jobs, parts = self._occupancy([decoding] if decoding else ())
+        jobs, parts = self._occupancy(decoding)
         in_prefill, more = self._occupancy(reading)
         parts += more
         totals: dict[str, Any] = {name: ranks.of_caches(sum(getattr(part, name) for part in parts)) for name in BYTES}
-        self._count_drafts(speculation)
+        self._drafts = list(map(self._count_drafts, speculation, self._drafts or [(None, None)] * len(speculation)))
         self.snapshot = Snapshot(
             BatchOccupancy(tuple(row for part in parts for row in part.rows), **totals),
             tuple(jobs),
@@ -437,7 +441,7 @@ class Monitor:
             rate,
             ranks.active(),
             prompt_memory,
-            self._drafts,
+            next((drafts for _, drafts in self._drafts if drafts is not None), None),
             planned,
             tuple(in_prefill),
             mx.get_cache_memory(),
@@ -453,12 +457,15 @@ class Monitor:
                 jobs += batch[: len(parts[-1].rows) or len(batch)]  # without jobs that wait in the engine
         return jobs, parts
 
-    def _count_drafts(self, speculation: SpeculationStatistics | None) -> None:
-        """Counts drafts since the last update; copies the statistics, which change in the worker's thread."""
-        before = self._drafts if speculation is self._source and self._drafts else SpeculationStatistics()
-        self._source, self._drafts = speculation, None
-        if speculation is not None:
-            self._drafts = now = replace(speculation, caches=[])
-            self.metrics.drafted.inc(now.drafted - before.drafted)
-            self.metrics.accepted.inc(now.accepted - before.accepted)
-            self.metrics.draft_passes.inc(now.rounds - before.rounds)
+    def _count_drafts(self, source: SpeculationStatistics | None, last: Drafts) -> Drafts:
+        """Counts the drafts of one engine since the last update, and copies its statistics, which change in the
+        worker's thread."""
+        if source is None:
+            return None, None
+        known, before = last
+        before = before if before is not None and known is source else SpeculationStatistics()
+        now = replace(source, caches=[])
+        self.metrics.drafted.inc(now.drafted - before.drafted)
+        self.metrics.accepted.inc(now.accepted - before.accepted)
+        self.metrics.draft_passes.inc(now.rounds - before.rounds)
+        return source, now

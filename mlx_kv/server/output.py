@@ -67,6 +67,7 @@ class Job:
         answer: tokens so far.
         resumed: tokens of the answer that are read with the prompt, since the row was lost and starts again.
         caches: of the lost row, and how many tokens they have read, if it cannot be read again as it was.
+        served: the model that answers; None is the server's first.
     """
 
     tokens: list[int]
@@ -90,6 +91,7 @@ class Job:
     answer: list[int] = field(default_factory=list)
     resumed: int = 0
     caches: tuple[list[Any], int] | None = None
+    served: Any = None
 
     @property
     def to_read(self) -> list[int]:

@@ -630,11 +630,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The server's settings for requests: sampling by default, unknown fields, and `Limits.client_headers`."""
+    """The settings for requests to a model: sampling by default, unknown fields, and `Limits.client_headers`.
+
+    Attributes:
+        has_template: whether the model has a chat template.
+    """
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     unknown: UnknownFields = field(default_factory=UnknownFields)
     client_headers: bool = False
+    has_template: bool = True
 
 
 def _penalty(value: float | None) -> float | None:

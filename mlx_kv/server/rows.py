@@ -515,18 +515,14 @@ class TieredPrefixes:
     Args:
         store: None keeps prefixes in memory only.
         wake: called from any thread when `look_up` has something to do.
-        fingerprint: identifies model and policy; used if memory or store were made without a fingerprint.
+        fingerprint: identifies model and policy; `bind` uses it, if memory or store were made without one.
     """
 
     def __init__(
         self, memory: PromptMemory, store: PromptStore | None, wake: Callable[[], None], fingerprint: Callable[[], str]
     ) -> None:
-        memory.bind(fingerprint)
-        if store is not None:
-            store.bind(fingerprint)
-            if store.other_versions:
-                log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
         self.memory, self.store, self._wake = memory, store, wake
+        self._fingerprint: Callable[[], str] | None = fingerprint  # until `bind`
         self._disk = ThreadPoolExecutor(1, "mlx-kv disk")
         self._requests: list[Job] = []  # whose prompts are to be looked up
         self._load: tuple[Job, Future[StoredPrompt | None]] | None = None  # what the disk reads, and for which job
@@ -534,6 +530,21 @@ class TieredPrefixes:
         self._writes: list[tuple[int, Future[None]]] = []  # bytes of each entry that is yet to be written
         self._refused = False  # the last entry could not be written
         self._retry_at = 0.0  # time of the next attempt
+
+    def bind(self) -> None:
+        """Called once weights are in memory, which prefixes belong to; later calls do nothing.
+
+        Raises:
+            ValueError: memory or store keep caches of another model or policy.
+        """
+        if (fingerprint := self._fingerprint) is None:
+            return
+        self.memory.bind(fingerprint)
+        if self.store is not None:
+            self.store.bind(fingerprint)
+            if self.store.other_versions:
+                log.warning("the prompt store has %d entries of other versions: left alone", self.store.other_versions)
+        self._fingerprint = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ class WorkerError(Exception):
 
 def serve(
     worker: Worker,
-    name: str,
     settings: HttpSettings,
     ready: Callable[[str], None] = lambda url: None,
     say: Callable[[str], None] = lambda line: None,
@@ -50,7 +49,6 @@ def serve(
 
     Args:
         worker: not started yet.
-        name: of the model, for clients.
         ready: called with the URL once requests are accepted.
         say: called with one line for each signal that has an effect.
 
@@ -67,7 +65,7 @@ def serve(
     with bound(host, settings.port) as listening:
         signals = ShutdownSignals(say, settings.drain_seconds, None if group is None else group.close)
         worker.start()
-        server = Server(Api(worker, name, settings), settings.drain_seconds, settings.certificates)
+        server = Server(Api(worker, settings), settings.drain_seconds, settings.certificates)
         listening.listen(BACKLOG)
         signals.attach(server)
         if group is not None:

@@ -1,4 +1,8 @@
-"""The worker: one thread that owns MLX, the models and the engine. It gives rows to jobs, and makes steps."""
+"""The worker: one thread that owns MLX, the models and their engines. It gives rows to jobs, and makes steps.
+
+All models share one memory limit. Weights are read piece by piece between the steps of other models, and freed, the
+least recently used first, where others need the memory and nothing of them runs.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -17,9 +23,9 @@ from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.warm_up import warm_up
-from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import USUAL_PROMPT
+from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
@@ -27,121 +33,68 @@ from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
-from mlx_kv.server.rows import Models, Rows, WorkerSettings, out_of_memory
+from mlx_kv.server.rows import Rows, out_of_memory
+from mlx_kv.server.served import Served, Weights, bytes_held, sharing
 
+PIECE, LARGE_PIECE = 2**25, 2**28  # bytes of weights read between two steps: beside rows of other models, and without
+T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
-
-
-class IdleUnload:
-    """Frees weights after some time without requests; the next request loads them again.
-
-    Args:
-        seconds: without a request; None keeps the weights.
-        unload: frees them.
-        lazy: whether weights are freed at the start, too.
-        clock: returns seconds.
-    """
-
-    def __init__(
-        self,
-        seconds: float | None = None,
-        unload: Callable[[Models], None] = lambda models: None,
-        lazy: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._seconds, self._unload, self._lazy, self._clock = seconds, unload, lazy, clock
-        self._idle_since: float | None = None  # None while there are requests
-        self._unloaded = True  # before the first request there is nothing to free, or it will be needed soon
-
-    def begin(self, models: Models) -> None:
-        """Called when the worker is ready for the first request."""
-        if self._lazy:
-            self._unload(models)
-
-    def seconds_left(self) -> float | None:
-        """Seconds until weights are freed; None while nothing is scheduled."""
-        if self._seconds is None or self._unloaded or self._idle_since is None:
-            return None
-        return max(0.0, self._idle_since + self._seconds - self._clock())
-
-    def update(self, idle: bool, models: Models) -> bool:
-        """Frees weights if it is time; returns whether it did.
-
-        Args:
-            idle: whether there are no requests.
-        """
-        if not idle:
-            self._idle_since, self._unloaded = None, False
-            return False
-        if self._idle_since is None:
-            self._idle_since = self._clock()
-        if self.seconds_left() != 0.0:
-            return False
-        self._unloaded = True
-        try:
-            self._unload(models)
-        except Exception:
-            log.exception("the weights could not be unloaded, and stay in memory")
-            return False
-        log.info("no requests for %g s: the weights are unloaded", self._seconds)
-        return True
 
 
 class Worker:
     """Runs jobs, up to a number at a time.
 
     Args:
-        load: loads the models; called once, in the thread, where all arrays are made.
-        group: the ranks, each of which loads a part of the model; jobs are for the worker of the first one.
-        unload: frees idle weights.
+        served: the models; the settings of the first one are the server's. They are loaded in the thread, where all
+            arrays are made.
+        group: the ranks, each of which loads a part of the only model; jobs are for the worker of the first one.
 
     Attributes:
+        default: the first model.
         deliver: called in the thread with the output of each step.
         failure: why the thread has ended, if not by `stop`.
-        policy: of all caches.
-        limit: of memory.
+        limit: of memory, with the weights that are in it now.
         freed_limit: bytes of freed buffers that MLX keeps; None is MLX's own limit.
-        context: length in tokens; None if unknown.
-        plan: memory of rows.
         prompt_bytes: of cached prefixes in memory, at most; rows that need more leave less.
-        vocabulary: number of token ids.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], Models],
-        settings: WorkerSettings | None = None,
-        group: RankGroup | None = None,
-        unload: IdleUnload | None = None,
-    ) -> None:
-        self._load, self.settings, self.group = load, settings or WorkerSettings(), group
-        self._unload = unload or IdleUnload()
+    def __init__(self, served: Sequence[Served], group: RankGroup | None = None) -> None:
+        self.served, self.default, self.group = list(served), served[0], group
+        self.settings = self.default.settings
         self.deliver: Callable[[list[OutputChunk]], None] = lambda chunks: None
         self.monitor = Monitor()
         self.metrics = self.monitor.metrics
-        self.policy, self.limit = self.settings.policy, MemoryLimit()
+        self.limit = MemoryLimit()
         self.freed_limit: int | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._crowded = False  # the rows need more than the limit, and none could be preempted
-        self._blocked_at: int | None = None  # number of rows beside which no waiting job can get one
+        self._blocked_at: object = None  # what holds memory, beside which no waiting job can get a row
         self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
 
     @property
+    def policies(self) -> list[CachePolicy]:
+        """Of the models, each once."""
+        policies: list[CachePolicy] = []
+        for served in self.served:
+            policies += [] if served.policy in policies else [served.policy]
+        return policies
+
+    @property
     def memory_in_words(self) -> str:
         """What requests take, as they usually are and at worst, and how much of cached prompts memory can have."""
-        count = self.settings.max_batch_size
-        usual = self.plan.together([self.plan.slots(USUAL_PROMPT, FIRST_EXPECTED)] * count)
+        count, plan, context = self.settings.max_batch_size, self.default.plan, self.default.context
+        usual = plan.together([plan.slots(USUAL_PROMPT, FIRST_EXPECTED)] * count)
         words = f"{count} requests of {USUAL_PROMPT:,} tokens take {usual / 1e6:,.0f} MB"
-        if self.context is not None:
-            worst = self.plan.together([self.plan.slots(self.context, 0)] * count)
-            words += f", and {worst / 1e6:,.0f} MB with the whole context of {self.context:,}"
-        if self.limit.for_rows is not None:
-            words += f" (there are {self.limit.for_rows / 1e6:,.0f} MB)"
-        tokens = self.plan.tokens_in(self.prompt_bytes)
+        if context is not None:
+            worst = plan.together([plan.slots(context, 0)] * count)
+            words += f", and {worst / 1e6:,.0f} MB with the whole context of {context:,}"
+        if (for_rows := self.limit_of(self.default).for_rows) is not None:
+            words += f" (there are {for_rows / 1e6:,.0f} MB)"
+        tokens = plan.tokens_in(self.prompt_bytes)
         size = f"{self.prompt_bytes / 1e6:,.0f} MB" + ("" if tokens is None else f", {tokens:,} tokens")
         without = "nowhere" if self.settings.open_store is None else "in the store"
         return f"{words}; prompts are kept " + (f"in at most {size}" if self.prompt_bytes else without)
@@ -155,15 +108,15 @@ class Worker:
         """
         group = self.group
         assert group is not None
-        self._load_models()
-        models, memory = self.models, TotalMemory(self.models.model, group)
+        self.default.load({})
+        memory = TotalMemory(self.default.models.model, group)
         handlers = {**memory.handlers, **memory_handlers(group)}
-        follow(partial(self.settings.engine, models, self.policy), group, handlers)
+        follow(partial(self.settings.engine, self.default.models, self.default.policy), group, handlers)
 
     # --- called from other threads ------------------------------------------------------------------------------
 
-    def start(self) -> Models:
-        """Starts the thread; returns the models once jobs can be submitted.
+    def start(self) -> None:
+        """Starts the thread; returns once jobs can be submitted.
 
         Raises:
             Exception: loading failed.
@@ -174,7 +127,6 @@ class Worker:
         if self._load_error is not None:
             self._thread.join()
             raise self._load_error
-        return self.models
 
     def submit(self, job: Job) -> None:
         """Adds a job."""
@@ -183,6 +135,61 @@ class Worker:
     def cancel(self, job: Job) -> None:
         """Ends a job at any stage; does nothing if it has ended."""
         self._inbox.put(partial(self._cancel, job))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function in the thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def load(self, served: Served) -> str | None:
+        """Begins to read the weights of a model, if they are not in memory. In the thread.
+
+        Returns:
+            Why they cannot be read now; None if they can.
+        """
+        self._blocked_at = None
+        return None if self._make_room(served) else self.shortage(served)
+
+    def unload(self, served: Served) -> str | None:
+        """Frees the weights of a model, unless another one needs them. In the thread.
+
+        Returns:
+            Why they cannot be freed now; None if they are.
+        """
+        if served.rows.active or self._waits(served):
+            return f"{served.names.name} is answering: try again when it has ended"
+        self._free_all(served)
+        self.monitor.expire()
+        return None
+
+    def limit_of(self, served: Served) -> MemoryLimit:
+        """The limit for rows of one model, when no other has weights in memory but for pinned ones."""
+        pinned = [each for each in self.served if each.pinned]
+        weights = {each for one in (served, *pinned) for each in one.weights}
+        return replace(self.limit, weights=sum(each.nbytes for each in weights))
+
+    def shortage(self, served: Served) -> str:
+        """What holds the memory that a model needs."""
+        held = {each.names.name: each for each in self.served if each is not served and each.state != "unloaded"}
+        words = [
+            f"{name} ({each.nbytes / 1e6:,.0f} MB{', pinned' if each.pinned else ''}"
+            f"{f', {len(each.rows.active)} requests' if each.rows.active else ''})"
+            for name, each in held.items()
+        ]
+        limit = f"{(self.limit.limit or 0) / 1e6:,.0f} MB"
+        return (
+            f"the weights of {served.names.name} take {served.nbytes / 1e6:,.0f} MB of {limit}, and these models hold "
+            f"memory: {', '.join(words) or 'none'}"
+        )
 
     def stop(self, seconds: float | None = None) -> bool:
         """Ends the thread; unfinished jobs get an error.
@@ -219,45 +226,57 @@ class Worker:
                 freed_memory.end(self)
             mx.clear_streams()  # a thread that ends without this makes MLX abort the process
 
-    def _load_models(self) -> None:
-        self.models: Models = self._load()
-        self.policy = self.models.policy or self.policy
-
     def _begin(self) -> None:
         """Loads the models, and makes all that needs them."""
-        self._load_models()
-        models, settings = self.models, self.settings
+        known: dict[int, Weights] = {}
+        for served in self.served:
+            served.load(known)
+        settings, models = self.settings, self.default.models
         self._memory = TotalMemory(models.model, self.group)
-        self.limit = memory_limit(settings.memory_limit, sum(map(weight_bytes, models.networks)))
-        self._rows = Rows(
-            models,
-            settings,
-            self.policy,
+        held = bytes_held(self.served)
+        limit = memory_limit(settings.memory_limit, max(held, *(each.nbytes for each in self.served))).limit
+        self.limit = MemoryLimit(limit, held)
+        for served in self.served:
+            served.open(self._make_rows)
+        for served in self.served:
+            if served.pinned and self.load(served) is None:
+                while served.state == "loading":
+                    self._read_weights()
+        self._bind()
+        self.prompt_bytes = int(self.default.rows.prefixes.memory.max_bytes)
+        self.freed_limit = freed_memory.begin(self, self.limit_of(self.default).for_rows)
+        if settings.warm_up is not None and self.group is None and not on_cpu() and self.default.state == "loaded":
+            self._warm_up(settings.warm_up)
+
+    def _make_rows(self, served: Served) -> Rows:
+        return Rows(
+            served.models,
+            served.settings,
+            served.policy,
             self.monitor,
             partial(self._inbox.put, lambda: None),
             lambda chunks: self.deliver(chunks),
-            self.limit,
+            replace(self.limit, weights=served.nbytes),
             self.group,
         )
-        self.plan = self._rows.plan
-        self.prompt_bytes = int(self._rows.prefixes.memory.max_bytes)
-        self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
-        self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
-        if settings.warm_up is not None and self.group is None and not on_cpu():
-            self._warm_up(settings.warm_up)
-        self._unload.begin(models)
+
+    def _bind(self) -> None:
+        """Tells cached prefixes the weights that they are of, once those are in memory."""
+        for served in self.served:
+            if served.state == "loaded":
+                served.rows.prefixes.bind()
 
     def _warm_up(self, progress: Callable[[int, int], None]) -> None:
         """A failure leaves it to the first requests."""
         plain = replace(self.settings, drafting=DraftSettings())
-        plan, limit = self.plan, self.limit
+        default, plan, limit = self.default, self.default.plan, self.limit
 
         def fits(rows: int, tokens: int) -> bool:
-            return tokens <= (self.context or tokens) and limit.fits(plan.together([plan.slots(tokens, 0)] * rows))
+            return tokens <= (default.context or tokens) and limit.fits(plan.together([plan.slots(tokens, 0)] * rows))
 
         try:
-            spare = plain.engine(replace(self.models, draft=None), self.policy)
-            warm_up(self._rows.engine, spare, self.vocabulary, fits, progress)
+            spare = plain.engine(replace(default.models, draft=None), default.policy)
+            warm_up(default.rows.engine, spare, default.vocabulary, fits, progress)
         except Exception:
             log.exception("the warm-up failed: the first requests are slower")
 
@@ -270,13 +289,19 @@ class Worker:
         self._update_monitor()
         self._started.set()
         while not self._stopping:
+            at_work = self.default
             try:
                 self._read_inbox()
                 self._preempt_rows()
                 self._admit_waiting()
-                kept = self._rows.prefixes.memory.nbytes
-                self._rows.step()
-                if self._rows.prefixes.memory.nbytes > kept:
+                self._read_weights()
+                kept = self._kept_prompts
+                active = len(self._active)
+                for at_work in self.served:
+                    if len(self.served) > 1:
+                        at_work.rows.engine.take_turns(max(1, active))
+                    at_work.rows.step()
+                if self._kept_prompts > kept:
                     self._shrink_prefixes(self._planned())
                 self._update_monitor()
                 continue
@@ -284,35 +309,41 @@ class Worker:
                 ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self.group is not None and self.group.gone_within(1.0)):
                     raise  # without all ranks there is no model
-                ending = "one row ends" if ran_out else f"all {len(self._rows.active)} rows end"
+                ending = "one row ends" if ran_out else f"all {len(at_work.rows.active)} rows end"
                 log.exception("a step failed: %s, and the engine restarts", ending)
-            self._rows.recover(ran_out)  # outside of `except`, where the traceback would hold the arrays of that step
-        self._rows.end(self._waiting)
+            # Outside of `except`, where the traceback would hold the arrays of that step.
+            at_work.rows.recover(ran_out)
+        for served in self.served:
+            served.rows.end([job for job in self._waiting if job.served is served])
         if self.group is not None:
             self.group.finish()  # in this thread, since it owns its streams: others must not be left in a pass
-        self._rows.close()
+        for served in self.served:
+            served.rows.close()
+
+    # --- memory: weights, rows and cached prefixes of all models ------------------------------------------------------
 
     @property
-    def _may_admit(self) -> bool:
-        """Whether a waiting job may get a row."""
-        rows = len(self._rows.active)
-        return bool(self._waiting) and rows < self.settings.max_batch_size and self._blocked_at != rows
+    def _active(self) -> list[Rows]:
+        """The rows of models that have any."""
+        return [served.rows for served in self.served if served.rows.active]
 
-    def _update_monitor(self) -> None:
-        rows, memory = self._rows, self._rows.prefixes.memory
-        idle = not self._waiting and not rows.active
-        if self._unload.update(idle, self.models):
-            self.monitor.expire()
-        if self.monitor.due(idle):
-            rows.update_progress()
-            decoding, reading = ((), ()) if idle else ((rows.decoding, rows.engine.caches), rows.reading)
-            planned = self._planned()
-            self._shrink_prefixes(planned)
-            self.monitor.update(decoding, reading, memory.nbytes, rows.engine.speculation, self._memory, planned)
+    @property
+    def _kept_prompts(self) -> int:
+        """Bytes of cached prefixes in memory."""
+        return sum(served.rows.prefixes.memory.nbytes for served in self.served)
+
+    @property
+    def _holders(self) -> tuple[object, ...]:
+        """What may keep a waiting job from a row."""
+        return tuple((len(served.rows.active), served.state) for served in self.served)
 
     def _planned(self, candidate: Job | None = None) -> int:
         """Bytes of all rows, one that may come, and of preempted ones that keep theirs while they wait."""
-        return self._rows.planned(candidate) + self._kept_bytes(candidate)
+        rows = (
+            served.rows.planned(candidate if candidate is not None and candidate.served is served else None)
+            for served in self.served
+        )
+        return sum(rows) + self._kept_bytes(candidate)
 
     def _kept_bytes(self, candidate: Job | None = None) -> int:
         """Bytes of the caches of jobs that wait, but for one that may come."""
@@ -320,15 +351,146 @@ class Worker:
         return sum(int(cache.nbytes) for caches in kept for cache in leaves(caches))
 
     def _shrink_prefixes(self, planned: int) -> None:
-        """Drops cached prefixes from memory that leave no room for planned rows."""
-        if (left := self.limit.left(planned)) is not None:
-            self._rows.prefixes.memory.shrink(left)
+        """Drops cached prefixes from memory that leave no room for planned rows, of the least recently used models."""
+        if (left := self.limit.left(planned)) is None:
+            return
+        excess = self._kept_prompts - left
+        for served in sorted(self.served, key=lambda served: served.used):
+            if excess <= 0:
+                break
+            memory = served.rows.prefixes.memory
+            before = memory.nbytes
+            memory.shrink(max(0, before - excess))
+            excess -= before - memory.nbytes
+
+    def _make_room(self, served: Served, job: Job | None = None) -> bool:
+        """Makes room for the weights of a model, which begin to be read, and for the row of a job, if there is."""
+        planned, missing = self._planned(job), [each for each in served.weights if not each.held]
+        more = sum(each.nbytes for each in missing)
+        while not self.limit.fits(planned + more):
+            if not self._free_unused(served):
+                alone = not self._active and not self._reading
+                if not alone or (missing and not self.limit.fits(more)):
+                    return False
+                break
+        self._shrink_prefixes(planned + more)
+        for weights in missing:
+            weights.begin()
+        self._count_weights()
+        return True
+
+    def _count_weights(self) -> None:
+        if self.limit.weights != (held := bytes_held(self.served)):
+            self.limit, self._blocked_at = replace(self.limit, weights=held), None
+            self.monitor.expire()
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _reading(self) -> bool:
+        """Whether weights are being read."""
+        return any(served.state == "loading" for served in self.served)
+
+    def _read_weights(self) -> None:
+        """Reads a piece of the weights that are to be in memory."""
+        piece = PIECE if self._active else LARGE_PIECE
+        for served in self.served:
+            if served.state != "loading":
+                continue
+            try:
+                for weights in served.weights:
+                    weights.read(piece)
+                self._bind()
+            except Exception as error:
+                log.exception("the weights of %s could not be read", served.names.name)
+                self._free_all(served)
+                served.rows.fail(self._take(served), f"the model could not be loaded: {error}", 503)
+            if served.state == "loaded":
+                self._blocked_at = None
+                self.metrics.model_loads.labels(served.names.name).inc()
+                log.info("the weights of %s are in memory", served.names.name)
+                self.monitor.expire()
+            return
+
+    def _free_unused(self, needed: Served | None = None) -> bool:
+        """Frees the weights that were not used for longest, of models without rows; returns whether there are any.
+
+        Args:
+            needed: a model that keeps its own.
+        """
+        free: list[tuple[float, Weights]] = []
+        for weights in {each for served in self.served for each in served.weights if each.loaded}:
+            users = sharing(self.served, weights)
+            if not any(each is needed or each.pinned or each.rows.active for each in users):
+                free.append((max(each.used for each in users), weights))
+        return bool(free) and self._free(min(free, key=lambda pair: pair[0])[1])
+
+    def _free_all(self, served: Served) -> None:
+        """Frees the weights of a model that no other one uses."""
+        for weights in served.weights:
+            users = [each for each in sharing(self.served, weights) if each is not served]
+            if weights.held and not any(each.pinned or each.rows.active or self._waits(each) for each in users):
+                self._free(weights)
+
+    def _free(self, weights: Weights) -> bool:
+        """Frees weights; returns whether that was possible."""
+        try:
+            weights.free()
+        except Exception:
+            log.exception("the weights could not be unloaded, and stay in memory")
+            return False
+        self._count_weights()
+        return True
+
+    def _free_idle(self) -> None:
+        """Frees the weights of models that had no requests for as long as they are to be kept."""
+        for served in self.served:
+            busy = bool(served.rows.active) or self._waits(served)
+            if busy:
+                served.used = time.monotonic()
+            if served.idle.update(not busy) and not served.pinned and served.state != "unloaded":
+                self._free_all(served)
+                if served.state == "unloaded":
+                    log.info("no requests for %g s: the weights are unloaded", served.idle.seconds)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a waiting job may get a row."""
+        return bool(self._waiting) and self._blocked_at != self._holders
+
+    def _waits(self, served: Served) -> bool:
+        return any(job.served is served for job in self._waiting)
+
+    def _take(self, served: Served) -> list[Job]:
+        """The waiting jobs of a model, which wait no longer."""
+        jobs = [job for job in self._waiting if job.served is served]
+        for job in jobs:
+            self._waiting.remove(job)
+        return jobs
+
+    def _update_monitor(self) -> None:
+        idle = not self._waiting and not self._active
+        self._free_idle()
+        if self.monitor.due(idle):
+            decoding, reading, drafts = [], [], []
+            for rows in self._active:
+                rows.update_progress()
+                decoding.append((rows.decoding, rows.engine.caches))
+                reading += rows.reading
+            drafts = [served.rows.engine.speculation for served in self.served]
+            planned = self._planned()
+            self._shrink_prefixes(planned)
+            self.monitor.update(decoding, reading, self._kept_prompts, drafts, self._memory, planned)
 
     def _read_inbox(self) -> None:
         """Handles messages; waits for one if there is nothing else to do."""
+        busy = self._reading or any(served.rows.engine.busy for served in self.served)
         try:
-            if not self._rows.engine.busy and not self._may_admit:
-                timeout = UPDATE_EVERY if self.monitor.rate_falls else self._unload.seconds_left()
+            if not busy and not self._may_admit:
+                timers = [left for served in self.served if (left := served.idle.seconds_left()) is not None]
+                timeout = UPDATE_EVERY if self.monitor.rate_falls else min(timers, default=None)
                 self._inbox.get(timeout=timeout)()
             while True:
                 self._inbox.get_nowait()()
@@ -340,15 +502,23 @@ class Worker:
 
         The oldest keeps its row, so that each job becomes the oldest and ends; if it does not fit alone, it fails.
         """
-        rows = self._rows
-        if not (rows.outgrow(lambda planned: self.limit.fits(planned + self._kept_bytes())) or self._crowded):
+
+        def fits_beside(rows: Rows, planned: int) -> bool:
+            others = sum(each.planned() for each in self._active if each is not rows)
+            return self.limit.fits(planned + others + self._kept_bytes())
+
+        grown = [rows.outgrow(partial(fits_beside, rows)) for rows in self._active]
+        if not (any(grown) or self._crowded):
             return
         self._crowded = False
         while not self.limit.fits(planned := self._planned()):
-            if len(rows.active) == 1:
-                rows.end_if_too_long(self.limit)
+            if self._free_unused():
+                continue
+            newest = max(self._active, key=lambda rows: max(rows.active))
+            if sum(len(rows.active) for rows in self._active) == 1:
+                newest.end_if_too_long(self.limit)
                 break
-            if (job := rows.preempt()) is None:
+            if (job := newest.preempt()) is None:
                 self._crowded = True  # the next step tries again
                 break
             self._waiting.appendleft(job)
@@ -356,19 +526,31 @@ class Worker:
         self._shrink_prefixes(planned)
 
     def _admit_waiting(self) -> None:
-        """Gives rows to waiting jobs in their order, as far as there is room."""
+        """Gives rows to waiting jobs in their order, as far as there is room.
+
+        One that waits for a row of its model, or for its weights, does not keep jobs of others from theirs; one that
+        waits for memory does, so that it gets it.
+        """
         if not self._may_admit:
             return
-        rows = self._rows
-        while self._waiting and len(rows.active) < self.settings.max_batch_size:
-            planned = self._planned(self._waiting[0])
-            if rows.active and not self.limit.fits(planned):
-                break
-            self._shrink_prefixes(planned)
-            rows.add(self._waiting.popleft())
-        self._blocked_at = len(rows.active)  # until a row ends, or a job comes or goes
+        full = set[Served]()
+        for job in list(self._waiting):
+            served = job.served
+            if served in full or len(served.rows.active) >= served.settings.max_batch_size:
+                continue
+            if not self._make_room(served, job):
+                if self._active or self._reading:
+                    break
+                served.rows.fail(self._take(served), self.shortage(served), 503)
+            elif served.state == "loaded":
+                self._waiting.remove(job)
+                served.rows.add(job)
+            else:
+                full.add(served)
+        self._blocked_at = self._holders  # until a row ends, weights have come or gone, or a job comes or goes
 
     def _add(self, job: Job) -> None:
+        job.served = job.served or self.default
         self._waiting.append(job)
         self._blocked_at = None
 
@@ -377,6 +559,6 @@ class Worker:
         if job in self._waiting:
             self._waiting.remove(job)
             self.metrics.finished.labels("cancelled").inc()
-        elif not self._rows.cancel(job):
+        elif not job.served.rows.cancel(job):
             return
         self.monitor.expire()

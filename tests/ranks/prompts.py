@@ -21,6 +21,7 @@ from mlx_kv.prefixes.memory import BlockCaches
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.server.output import Job
 from mlx_kv.server.rows import Models, WorkerSettings
+from mlx_kv.server.served import Served
 from mlx_kv.server.worker import Worker
 
 PLENTY = 2**28
@@ -42,7 +43,7 @@ POLICIES = {
 
 def worker_of(family: str, model: Any, policy: str, memory: int, group: RankGroup | None) -> Worker:
     settings = WorkerSettings(POLICIES[policy], max_batch_size=3, prefill_step_size=32, prompt_memory_bytes=memory)
-    return Worker(lambda: Models(model, tokenizer()), settings, group)
+    return Worker([Served(family, lambda: Models(model, tokenizer()), settings)], group)
 
 
 def until(done: Any) -> None:
@@ -66,7 +67,7 @@ def asked(worker: Worker) -> dict[str, Any]:
         until(lambda job=job: job.number in ended)
         told.append([job.cached, job.answer])
     time.sleep(0.8)  # an update of the figures, at which the others free what is no longer needed
-    entries = worker._rows.prefixes.memory
+    entries = worker.default.rows.prefixes.memory
     result = {"told": told, "entries": len(entries), "nbytes": entries.nbytes}
     assert worker.stop(20)
     return result

@@ -23,12 +23,13 @@ from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.bundled import model_path
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.mlxlm.loading import load
+from mlx_kv.mlxlm.loading import load, release_weights
 from mlx_kv.server.api import AccessRules, Api, HttpSettings, Limits
 from mlx_kv.server.monitor import Metrics
-from mlx_kv.server.rows import Models, WorkerSettings
+from mlx_kv.server.rows import Models, Rows, WorkerSettings
 from mlx_kv.server.run import Server, bound
-from mlx_kv.server.worker import IdleUnload, Worker
+from mlx_kv.server.served import Served
+from mlx_kv.server.worker import Worker
 
 SOURCE = (Path(__file__).parent.parent / "source.txt").read_text()
 LONG = (SOURCE * (1 + 5000 // len(SOURCE)))[:5000]  # some 1,400 tokens
@@ -44,6 +45,10 @@ class Running:
     worker: Worker
     api: Api
     metrics: Metrics
+
+    @property
+    def rows(self) -> Rows:
+        return self.worker.default.rows
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -69,9 +74,7 @@ class Running:
 
     def wait_until_empty(self) -> None:
         """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
-        self.wait_until(
-            lambda: not self.worker._rows.active and not self.worker._waiting and not self.worker._rows.engine.busy
-        )
+        self.wait_until(lambda: not self.rows.active and not self.worker._waiting and not self.rows.engine.busy)
         self.wait_until(
             lambda: (
                 not self.worker.monitor.snapshot.decoding
@@ -89,7 +92,13 @@ class Running:
     def wait_until_kept(self) -> None:
         """What was read for answers that have ended is in memory, and on the disk."""
         self.in_worker(lambda: None)
-        self.worker._rows.prefixes._disk.submit(int).result()
+        self.rows.prefixes._disk.submit(int).result()
+
+
+def release(network: nn.Module) -> None:
+    """Frees the weights of a bundled model."""
+    name = "reference" if network.args.hidden_size == 256 else "draft"
+    release_weights(network, lambda: load(model_path(name), lazy=True)[0])
 
 
 @contextlib.contextmanager
@@ -107,13 +116,14 @@ def running(
     drafting: DraftSettings | None = None,
     sampling: SamplingSettings | None = None,
     memory_limit: int | None = None,
-    unload: IdleUnload | None = None,
+    idle_seconds: float | None = None,
+    lazy: bool = False,
     chosen: Callable[[nn.Module], CachePolicy | None] = lambda model: None,
     strict_names: bool = False,
 ) -> Iterator[Running]:
     def models() -> Models:
-        model, tokenizer = load(model_path("reference"))
-        drafts = load(model_path("draft"))[0] if draft else None
+        model, tokenizer = load(model_path("reference"), lazy=lazy)
+        drafts = load(model_path("draft"), lazy=lazy)[0] if draft else None
         return Models(model, change(tokenizer), drafts, sampling or SamplingSettings(), chosen(model))
 
     settings = WorkerSettings(
@@ -125,10 +135,18 @@ def running(
         open_store=open_store,
         memory_limit=memory_limit,
     )
-    worker = Worker(models, settings, unload=unload)
-    worker.start()
+    served = Served("reference", models, settings, release=release, lazy=lazy, idle_seconds=idle_seconds)
     http = HttpSettings(limits=limits or Limits(), keys=keys, access=access, strict_names=strict_names)
-    api = Api(worker, "reference", http)
+    with running_models([served], http) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def running_models(served: Sequence[Served], http: HttpSettings | None = None) -> Iterator[Running]:
+    """A server of several models."""
+    worker = Worker(served)
+    worker.start()
+    api = Api(worker, http)
     server = Server(api, drain_seconds=5)
     with bound("127.0.0.1", 0) as listening:
         listening.listen()

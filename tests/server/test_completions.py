@@ -291,7 +291,7 @@ def test_a_client_that_hangs_up_frees_its_row(server: Running, stream: bool) -> 
 def test_one_that_hangs_up_while_it_waits() -> None:
     with running(max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.complete, "import", 400)
-        server.wait_until(lambda: len(server.worker._rows.active) == 1)
+        server.wait_until(lambda: len(server.rows.active) == 1)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3000}, timeout=0.1)
         assert first.result()
@@ -305,14 +305,14 @@ def test_a_step_that_fails_ends_its_rows_only(monkeypatch: pytest.MonkeyPatch) -
         def fail() -> Any:
             raise RuntimeError("made to fail")
 
-        first = server.worker._rows.engine
+        first = server.rows.engine
         monkeypatch.setattr(first, "step", fail)
         with pytest.raises(openai.InternalServerError, match="see its log"):
             server.client.completions.create(model="reference", prompt="x")
         monkeypatch.undo()
-        while getattr(server.worker._rows, "engine", first) is first:
+        while getattr(server.rows, "engine", first) is first:
             time.sleep(0.01)  # the client hears of it before the engine is made anew
-        monkeypatch.setattr(server.worker._rows.engine, "step", fail)
+        monkeypatch.setattr(server.rows.engine, "step", fail)
         with pytest.raises(openai.APIError, match="see its log"):
             list(server.client.completions.create(model="reference", prompt="x", stream=True))
         assert server.complete("import", 5)

@@ -31,7 +31,7 @@ def test_what_was_read_before_is_looked_into() -> None:
     """Also where most of a prompt comes from memory, or from a row that still decodes."""
     Watched.joined.clear()
     with running(prompt_memory_bytes=PLENTY, drafting=DraftSettings(Watched)) as server:
-        tokenizer = server.worker.models.tokenizer
+        tokenizer = server.worker.default.models.tokenizer
         asked = [LONG[:2000] + end for end in ENDS]
         first = server.post(prompt=asked[0], max_tokens=10).json()
         with ThreadPoolExecutor(2) as pool:
@@ -88,9 +88,9 @@ def test_what_is_not_to_be_kept_is_nobody_elses_draft() -> None:
         asked = [pool.submit(server.complete, texts[n], 9, cache={"keep": n == 1}) for n in range(2)]
         said = [each.result() for each in asked]
         server.wait_until_empty()
-        engine: Any = server.worker._rows.engine
+        engine: Any = server.rows.engine
         (recent,) = engine._decoder.drafter._recent.generations
-        told = server.worker.models.tokenizer.decode([token for token in recent.text if token >= 0])
+        told = server.worker.default.models.tokenizer.decode([token for token in recent.text if token >= 0])
         assert said[1] in told
         assert said[0] not in told
 
@@ -98,7 +98,7 @@ def test_what_is_not_to_be_kept_is_nobody_elses_draft() -> None:
 def drafts(server: Running) -> Any:
     """What the page shows when the last row has ended, which /metrics says, too."""
     server.wait_until_empty()
-    server.wait_until(lambda: server.worker.monitor.snapshot.speculation == server.worker._rows.engine.speculation)
+    server.wait_until(lambda: server.worker.monitor.snapshot.speculation == server.rows.engine.speculation)
     shown = server.http.get("/memory").json()["drafts"]
     said = {
         sample.name: sample.value
@@ -125,7 +125,7 @@ def test_an_engine_that_is_made_anew_counts_on() -> None:
     metrics = monitor.metrics
     for statistics in (SpeculationStatistics(rounds=3, drafted=9, accepted=4), SpeculationStatistics(rounds=1)):
         for _ in range(2):
-            monitor.update((), (), 0, statistics)
+            monitor.update((), (), 0, [statistics])
             statistics.drafted += 1
     assert [metrics.total(name) for name in ("draft_tokens", "draft_tokens_accepted", "draft_passes")] == [11, 4, 4]
     assert monitor.snapshot.speculation == SpeculationStatistics(rounds=1, drafted=1)

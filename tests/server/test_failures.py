@@ -38,7 +38,7 @@ def no_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails, and then the engine cannot be made anew."""
     monkeypatch.setattr("mlx_kv.server.rows.ENGINE_PAUSE", 0.0)
     monkeypatch.setattr("mlx_kv.server.rows.make_engine", broken)
-    monkeypatch.setattr(server.worker._rows.engine, "step", broken)
+    monkeypatch.setattr(server.rows.engine, "step", broken)
 
 
 def no_delivery(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def no_delivery(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_step_that_exits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.worker._rows.engine, "step", sys.exit)
+    monkeypatch.setattr(server.rows.engine, "step", sys.exit)
 
 
 def a_kill(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
     monkeypatch.setattr(rows, "ENGINE_PAUSE", 0.0)
     with running() as server:
         monkeypatch.setattr(rows, "make_engine", second)
-        monkeypatch.setattr(server.worker._rows.engine, "step", broken)
+        monkeypatch.setattr(server.rows.engine, "step", broken)
         assert "see its log" in check_error(server.post(prompt="import"), 500)["message"]
         assert server.complete("import", 3)
         assert len(tries) == 2
@@ -154,7 +154,8 @@ def test_the_command_ends_with_its_worker() -> None:
 
 def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        monkeypatch.setattr(server.api._handler, "_encode", lambda asked: sys.exit("panic"))
+        reader = server.api._handler._readers[server.worker.default]
+        monkeypatch.setattr(reader, "encode", lambda asked: sys.exit("panic"))
         message = check_error(server.post(prompt="import"), 500)["message"]
         assert message == "the server failed: the tokenizer ended with SystemExit: panic"
         monkeypatch.undo()
@@ -192,9 +193,9 @@ def test_a_disk_thread_that_dies_costs_only_time(tmp_path: Path) -> None:
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(lambda: bool(server.worker._rows.active) and server.worker._rows.prefixes._load is not None)
+        server.wait_until(lambda: bool(server.rows.active) and server.rows.prefixes._load is not None)
         assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
-        kill(next(iter(server.worker._rows.prefixes._disk._threads)))
+        kill(next(iter(server.rows.prefixes._disk._threads)))
         stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted

@@ -154,14 +154,14 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
         if trouble == "cancelled":
             with contextlib.suppress(httpx.ReadTimeout):
                 server.http.post("/v1/completions", json={"prompt": LONG + ENDS[0]}, timeout=0.5)
-            server.wait_until(lambda: not server.worker._rows.active)
+            server.wait_until(lambda: not server.rows.active)
             other = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(lambda: bool(server.worker._rows.active))
+            server.wait_until(lambda: bool(server.rows.active))
             stores[-1].go_on.set()
             answer = other.result().json()
         else:
             slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            prefixes = server.worker._rows.prefixes
+            prefixes = server.rows.prefixes
             server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or prefixes._load is not None)
             if trouble == "slow":
                 server.complete("class A:\n    ", 30)
@@ -259,17 +259,17 @@ def test_what_was_read_for_a_request_that_ends_early_is_not_read_again(
         tokens = plain.post(prompt=LONG, max_tokens=1).json()["usage"]["prompt_tokens"]
     with contextlib.ExitStack() as servers:
         server = servers.enter_context(running(policy, prefill_step_size=128, **stored))
-        step = server.worker._rows.engine.step
+        step = server.rows.engine.step
 
         def slow_step() -> Any:
             time.sleep(0.1)  # so that the client gives up within the prompt
             return step()
 
-        server.worker._rows.engine.step = slow_step  # type: ignore[method-assign]
+        server.rows.engine.step = slow_step  # type: ignore[method-assign]
         if ends == "with the server":
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(server.post, prompt=LONG, max_tokens=9)
-                server.wait_until(lambda: any(jobs for jobs, _ in server.worker._rows.reading))
+                server.wait_until(lambda: any(jobs for jobs, _ in server.rows.reading))
                 time.sleep(0.3)
                 server.worker.stop()
             server = servers.enter_context(running(policy, **stored))

@@ -18,6 +18,7 @@ from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import Channel, Follower, Leader, RanksError
 from mlx_kv.server.output import Job
 from mlx_kv.server.rows import Models, WorkerSettings
+from mlx_kv.server.served import Served
 from mlx_kv.server.worker import Worker
 
 
@@ -54,11 +55,8 @@ def leading(reference: Any, policy: CachePolicy) -> Iterator[tuple[Worker, RankG
     leader, follower = Leader({1: Channel(here)}, lambda reason: None), Follower(Channel(there), lambda reason: None)
     group = Alike(mx.distributed.init(), None, leader, 60.0)
     listener = Listener(follower)
-    worker = Worker(
-        lambda: Models(make_model("llama", max_position_embeddings=8192), reference[1]),
-        WorkerSettings(policy, prompt_memory_bytes=0),
-        group,
-    )
+    models = Models(make_model("llama", max_position_embeddings=8192), reference[1])
+    worker = Worker([Served("llama", lambda: models, WorkerSettings(policy, prompt_memory_bytes=0))], group)
     try:
         worker.start()
         yield worker, group, listener

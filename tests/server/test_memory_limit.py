@@ -30,12 +30,12 @@ class Watched:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.steps, self.most, self.rows = worker, 0, 0.0, 0
-        engine = worker._rows.engine
+        engine = worker.default.rows.engine
         step = engine.step
         engine.step = lambda: self.looked(step())  # type: ignore[method-assign]
 
     def looked(self, told: Any) -> Any:
-        rows = self.worker._rows
+        rows = self.worker.default.rows
         held = cache_statistics(rows.engine.caches).bytes_allocated
         self.rows = max(self.rows, len(rows.active))
         planned, decoding = rows.planned(), rows.decoding
@@ -84,7 +84,7 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
     policy = CachePolicy(budget=128, score="kvzip", **stored)
     with running(policy, prompt_memory_bytes=prompt_memory_bytes) as server:
         usage = server.post(prompt=LONG, max_tokens=24).json()["usage"]
-        plan = server.worker.plan
+        plan = server.worker.default.plan
         planned = plan.together([plan.slots(usage["prompt_tokens"], 24)])
     assert usage["prompt_tokens"] > 1000
     assert max(held) <= planned <= 1.15 * max(held)
@@ -94,7 +94,7 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
 @pytest.mark.slow
 def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None:
     with running(max_batch_size=16) as free:
-        plan, weights = free.worker.plan, free.worker.limit.weights
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
         prompts = [f"def number_{index}(n):\n" + LONG[index : index + 400] for index in range(16)]
         wanted = [free.complete(prompt, 24) for prompt in prompts]
     room = 3 * plan.nbytes(256)
@@ -131,8 +131,8 @@ def test_rows_that_outgrow_the_limit_give_way_and_go_on_where_they_were(
     monkeypatch.setattr(sequence, "FIRST_EXPECTED", 16)
     prompts = [f"def number_{index}(n):\n" + LONG[index : index + 40 * index] for index in range(10)]
     with running(policy, max_batch_size=10, **how) as free:
-        plan, weights = free.worker.plan, free.worker.limit.weights
-        bias = {str(free.worker.models.tokenizer.eos_token_id): -100}
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
+        bias = {str(free.worker.default.models.tokenizer.eos_token_id): -100}
         kinds: list[dict[str, Any]] = [
             {"logit_bias": bias},
             {"logit_bias": bias, "temperature": 1, "seed": 3, "frequency_penalty": 0.5},
@@ -158,7 +158,7 @@ def test_rows_that_outgrow_the_limit_give_way_and_go_on_where_they_were(
 @pytest.mark.parametrize("prompt_memory_bytes", [2**28, 0], ids=["prompts are kept", "prompts are not kept"])
 def test_a_limit_of_four_copies_serves_sixteen_clients_that_share_a_prompt_at_once(prompt_memory_bytes: int) -> None:
     with running(max_batch_size=16) as free:
-        plan, weights = free.worker.plan, free.worker.limit.weights
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
         prompts = [LONG[:6000] + f"\n{letter} = {letter}" for letter in "abcdefghijklmnop"]  # they part at one place
         wanted = [free.complete(prompt, 96) for prompt in prompts]
         tokens = free.post(prompt=prompts[0], max_tokens=1).json()["usage"]["prompt_tokens"]
@@ -198,7 +198,7 @@ def test_rows_that_share_are_planned_with_what_they_share_once() -> None:
 
 def test_what_never_fits_is_refused_with_the_figure() -> None:
     with running(max_batch_size=4) as free:
-        plan, weights = free.worker.plan, free.worker.limit.weights
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
     with running(memory_limit=weights + plan.nbytes(512), limits=Limits(max_tokens=16)) as server:
         assert server.complete(LONG[:400], 16)
         for stream in (False, True):
@@ -211,8 +211,8 @@ def test_what_never_fits_is_refused_with_the_figure() -> None:
 
 def test_an_answer_that_outgrows_the_limit_alone_is_an_error_with_the_figure() -> None:
     with running(max_batch_size=4) as free:
-        plan, weights = free.worker.plan, free.worker.limit.weights
-    bias = {str(free.worker.models.tokenizer.eos_token_id): -100}
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
+    bias = {str(free.worker.default.models.tokenizer.eos_token_id): -100}
     with running(memory_limit=weights + plan.nbytes(768)) as server:
         error = check_error(server.post(prompt="import", max_tokens=5000, logit_bias=bias), 400)
         assert f"has {plan.nbytes(768) / 1e6:,.1f} MB for keys and values: shorten" in error["message"]
@@ -222,7 +222,7 @@ def test_an_answer_that_outgrows_the_limit_alone_is_an_error_with_the_figure() -
 
 def test_kept_prompts_make_room_for_rows() -> None:
     with running() as free:
-        plan, weights = free.worker.plan, free.worker.limit.weights
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
     room = plan.nbytes(1280)
     with running(memory_limit=weights + room, prompt_memory_bytes=2**28) as server:
         for start in range(0, 2000, 250):  # each is kept, all together are too many
@@ -240,7 +240,7 @@ def test_prompts_are_kept_in_what_the_limit_leaves(monkeypatch: pytest.MonkeyPat
 
 def test_a_prompt_larger_than_the_memory_keeps_its_beginning_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with running() as free:
-        plan = free.worker.plan
+        plan = free.worker.default.plan
     with running(prompt_memory_bytes=plan.nbytes(512)) as server:
         first, again, other = (server.post(prompt=LONG[start:], max_tokens=4).json()["usage"] for start in (0, 0, 9))
         server.wait_until_empty()

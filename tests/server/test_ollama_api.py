@@ -244,9 +244,10 @@ def test_the_model_is_listed_and_shown(client: ollama.Client, reasoner: Running)
     assert first.size == weights
     shown = client.show("reference")
     assert shown.modelinfo is not None
-    assert shown.modelinfo["llama.context_length"] == reasoner.worker.context
+    assert shown.modelinfo["llama.context_length"] == reasoner.worker.default.context
     assert set(shown.capabilities or []) == {"completion", "tools", "thinking"}
     assert "message.role" in (shown.template or "")
+    client.generate("reference", "")
     (loaded,) = client.ps().models
     assert loaded.size_vram == weights
 
@@ -254,7 +255,7 @@ def test_the_model_is_listed_and_shown(client: ollama.Client, reasoner: Running)
 def _leaves(reasoner: Running) -> Any:
     from mlx.utils import tree_flatten
 
-    return tree_flatten(reasoner.worker.models.model.parameters())  # type: ignore[no-untyped-call]
+    return tree_flatten(reasoner.worker.default.models.model.parameters())  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(("count", "words"), [(999, "999"), (1_540_000, "1.54M"), (7_000_000_000, "7B")])

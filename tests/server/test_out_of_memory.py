@@ -17,7 +17,7 @@ PROMPTS = ["def first():\n", LONG[:300], "class A:\n    ", LONG[500:1100]]
 
 def fail_once(server: Running, monkeypatch: pytest.MonkeyPatch, answered: int) -> None:
     """The step after the one in which so many rows had an answer finds no memory."""
-    rows = server.worker._rows
+    rows = server.rows
     step = rows.engine.step
 
     def failing() -> Any:
@@ -56,7 +56,7 @@ def test_the_others_go_on_where_they_were(draft: bool, kept: int, monkeypatch: p
         for index in {0, 1, 2, 3} - set(ended):
             said = answers[index].json()
             assert said["choices"][0]["text"] == alone[index]
-            assert said["usage"]["prompt_tokens"] == len(server.worker.models.tokenizer.encode(PROMPTS[index]))
+            assert said["usage"]["prompt_tokens"] == len(server.worker.default.models.tokenizer.encode(PROMPTS[index]))
             assert said["usage"]["completion_tokens"] <= 40
         assert server.metrics.total("out_of_memory") == 1
         server.wait_until_empty()

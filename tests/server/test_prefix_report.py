@@ -45,7 +45,7 @@ def server(chats: Running, caplog: pytest.LogCaptureFixture) -> Running:
     caplog.set_level(logging.INFO, "mlx_kv.server")
 
     def forget() -> None:
-        memory = chats.worker._rows.prefixes.memory
+        memory = chats.rows.prefixes.memory
         memory.shrink(0)
         memory.evicted._digests.clear()
 
@@ -75,7 +75,7 @@ def last_line(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def evict(server: Running) -> None:
-    server.in_worker(lambda: server.worker._rows.prefixes.memory.shrink(0))
+    server.in_worker(lambda: server.rows.prefixes.memory.shrink(0))
 
 
 DRILL: dict[str, tuple[list[tuple[str, str]], dict[str, Any], list[tuple[str, str]], dict[str, Any], str, str, str]] = {
@@ -195,7 +195,7 @@ def test_the_page_lists_what_was_not_reused(server: Running, browser: Any) -> No
 
 def test_texts_are_reported_where_all_requests_have_one_key(chats: Running) -> None:
     for keys, allowed in (((), True), (("a",), True), (("a", "b"), False)):
-        Api(chats.worker, "reference", HttpSettings(keys=keys))
+        Api(chats.worker, HttpSettings(keys=keys))
         assert chats.worker.monitor.prefixes.allows_text == allowed
     chats.worker.monitor.prefixes.allows_text = True
 
@@ -224,7 +224,7 @@ def test_caches_that_cannot_be_trimmed(caplog: pytest.LogCaptureFixture) -> None
     with running(CachePolicy(budget=96), prompt_memory_bytes=PLENTY) as server:
         answer = server.post(prompt=SOURCE[:400], max_tokens=200)
         server.wait_until_kept()
-        entries = server.worker._rows.prefixes.memory._table.entries().values()
+        entries = server.rows.prefixes.memory._table.entries().values()
         tokens = np.frombuffer(max(entries, key=len).tokens, ">u4").tolist()
         assert len(tokens) > answer.json()["usage"]["prompt_tokens"] + 150
         server.post(prompt=tokens[:-50], max_tokens=2)

@@ -102,7 +102,7 @@ THOUGHT = "<think>I could look.</think>Let me see."
 @pytest.mark.parametrize("tokens", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_log_probabilities_of_a_response_are_those_of_its_text(tokens: int, stream: bool, reasoner: Running) -> None:
-    tokenizer = reasoner.worker.models.tokenizer
+    tokenizer = reasoner.worker.default.models.tokenizer
     ids = tokenizer.encode(THOUGHT, add_special_tokens=False)
     body = {"input": "x", "top_logprobs": 1, "stream": stream}  # which asks for them, without include, too
     asked = ResponsesDialect(Conversations())(body, RequestRules())

@@ -38,7 +38,7 @@ def drafting() -> Iterator[Running]:
 
 def alone(server: Running, kind: dict[str, Any], tokens: int = 20) -> str:
     """What the generator gives for the same settings."""
-    models = server.worker.models
+    models = server.worker.default.models
     told = dict(kind) | {"logit_bias": {int(token): value for token, value in kind.get("logit_bias", {}).items()}}
     settings = SamplingSettings(**told)
     drawn = settings.sampler(0, models.tokenizer)
@@ -69,7 +69,7 @@ def test_requests_of_all_kinds_at_once_get_what_each_gets_alone(which: str, requ
 @pytest.mark.parametrize("which", ["server", "drafting"])
 def test_log_probabilities_are_the_models(which: str, request: pytest.FixtureRequest) -> None:
     server: Running = request.getfixturevalue(which)
-    tokenizer = server.worker.models.tokenizer
+    tokenizer = server.worker.default.models.tokenizer
     options: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "model": "reference"}
     answer = server.client.completions.create(prompt=PROMPT, logprobs=3, **options).choices[0]
     told = answer.logprobs
@@ -84,7 +84,7 @@ def test_log_probabilities_are_the_models(which: str, request: pytest.FixtureReq
     ids = tokenizer.encode(PROMPT)
     known = [*ids, *tokenizer.encode(answer.text, add_special_tokens=False)]
     assert len(known) == len(ids) + 12, "this text has other tokens when it is read again: choose another"
-    logits = server.worker.models.model(mx.array([known]))[0, len(ids) - 1 : -1]
+    logits = server.worker.default.models.model(mx.array([known]))[0, len(ids) - 1 : -1]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     for token, value, top, row in zip(known[len(ids) :], told.token_logprobs, told.top_logprobs, logprobs, strict=True):
         assert math.isclose(value, row[token].item(), abs_tol=1e-3)
@@ -137,7 +137,7 @@ def test_the_token_that_ends_an_answer_is_not_told_and_stop_strings_end_both(ser
     choice = server.post(prompt=PROMPT, max_tokens=20, stop=stop, logprobs=0).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert stop in "".join(choice["logprobs"]["tokens"])
-    end = min(server.worker.models.tokenizer.eos_token_ids)
+    end = min(server.worker.default.models.tokenizer.eos_token_ids)
     ended = server.post(prompt=PROMPT, max_tokens=20, logit_bias={str(end): 100}, logprobs=1).json()
     assert ended["choices"][0]["finish_reason"] == "stop"
     assert ended["choices"][0]["logprobs"]["tokens"] == []
@@ -173,7 +173,7 @@ def test_several_answers_draw_by_seeds_of_their_own(server: Running, stream: boo
 
 def test_answers_to_a_long_prompt_read_it_once() -> None:
     with running(max_batch_size=8, prompt_memory_bytes=2**28) as server:
-        length = len(server.worker.models.tokenizer.encode(LONG))
+        length = len(server.worker.default.models.tokenizer.encode(LONG))
         answer = server.post(prompt=LONG, n=4, max_tokens=6, temperature=1.0, seed=1).json()
         assert len(answer["choices"]) == 4
         assert server.metrics.total("prompt_tokens_cached") >= 3 * (length - 1), "three of four found it"

@@ -253,7 +253,7 @@ def test_a_grammar_that_grows_too_large_ends_its_request_alone(draft: bool, monk
         alone = server.complete("import ", max_tokens=40)
         with ThreadPoolExecutor(2) as pool:
             other = pool.submit(server.complete, "import ", max_tokens=40)
-            bias = {str(server.worker.models.tokenizer.eos_token_id): -100}
+            bias = {str(server.worker.default.models.tokenizer.eos_token_id): -100}
             answer = server.post(prompt="x = ", grammar=grammar, max_tokens=100, logit_bias=bias)
             assert "Too many items" in check_error(answer, 400)["message"]
             assert other.result() == alone

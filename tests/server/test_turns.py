@@ -24,13 +24,13 @@ ENDS: dict[str, dict[str, Any]] = {
 def test_the_next_turn_reads_what_is_new(family: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on from the end of the answer, which the template writes as it was."""
     model, load = make_model(family, vocab_size=4096), serving.load
-    monkeypatch.setattr(serving, "load", lambda path: (model, load(path)[1]))
+    monkeypatch.setattr(serving, "load", lambda path, lazy=False: (model, load(path)[1]))
 
     def change(tokenizer: Any) -> Any:
         return with_template(tokenizer, TEMPLATES["qwen 2.5"].replace("<|end>", tokenizer.eos_token))
 
     with running(CachePolicy(), change=change, prompt_memory_bytes=2**27) as server:
-        (word,) = server.worker.models.tokenizer.encode(" import", add_special_tokens=False)
+        (word,) = server.worker.default.models.tokenizer.encode(" import", add_special_tokens=False)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Which files are there? " * 8}]
         text = 0
         for _ in range(4):

@@ -20,6 +20,7 @@ from mlx_kv.generation.warm_up import padded_shapes, warm_up
 from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.rows import Models, WorkerSettings
+from mlx_kv.server.served import Served
 from mlx_kv.server.worker import Worker
 
 LENGTHS = [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
@@ -31,7 +32,8 @@ def models() -> Models:
 
 
 def started(**settings: Any) -> Worker:
-    worker = Worker(models, WorkerSettings(prefill_step_size=256, prompt_memory_bytes=PLENTY, **settings))
+    chosen = WorkerSettings(prefill_step_size=256, prompt_memory_bytes=PLENTY, **settings)
+    worker = Worker([Served("llama", models, chosen)])
     worker.start()
     return worker
 
@@ -73,10 +75,10 @@ def test_a_server_is_warm_when_it_is_ready_and_nothing_is_left_of_it() -> None:
     done: list[int] = []
     with as_on_a_gpu():
         worker = started(warm_up=lambda number, _: done.append(number), drafting=DraftSettings(drafter="ngram"))
-        engine = worker._rows.engine
+        engine = worker.default.rows.engine
         assert isinstance(engine, Engine)
         assert done == list(range(1 + 4 * 4))
-        assert worker._rows.prefixes.memory.nbytes == 0
+        assert worker.default.rows.prefixes.memory.nbytes == 0
         assert engine.answers.expect(3) == 3
         assert engine.speculation is not None
         assert engine.speculation.rounds == 0

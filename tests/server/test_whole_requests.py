@@ -18,9 +18,9 @@ from mlx_lm.tool_parsers import json_tools
 from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.handler import ModelNames
 from mlx_kv.server.output import ChatOutputParser, ContentStops, Delta, answer_state
 from mlx_kv.server.requests import MAX_LOGGED, UnknownFields
+from mlx_kv.server.served import ModelNames, ModelTable, Served
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_an_error_of_one_prompt_is_one_of_the_request(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_begins_with_the_prompt(server: Running, stream: bool) -> None:
-    ids = server.worker.models.tokenizer.encode("import os")
+    ids = server.worker.default.models.tokenizer.encode("import os")
     options: dict[str, Any] = {"model": "reference", "max_tokens": 6, "echo": True}
     for prompt in ("import os", ids):
         alone = server.post(prompt=prompt, max_tokens=6).json()["choices"][0]["text"]
@@ -91,9 +91,9 @@ def test_names_of_the_model(server: Running, tmp_path: Path, caplog: pytest.LogC
     here = tmp_path / "smol"
     here.mkdir()
     assert ModelNames(str(here), ["small"]).all == ("smol", "small", str(here), "default_model")
-    names = ModelNames("reference", ["*"], strict=True)
-    names.check("gpt-9")
-    assert names.all == ("reference", "default_model")
+    any_name = Served("reference", lambda: None, aliases=["*"])  # type: ignore[arg-type]
+    assert ModelTable([any_name], strict=True).find("gpt-9") is any_name
+    assert any_name.names.all == ("reference", "default_model")
     for name in (None, "reference", "default_model", "reference:latest", "claude-sonnet-4-5", "claude-sonnet-4-5"):
         answer = server.post(model=name, prompt="x", max_tokens=1)
         assert answer.json()["model"] == "reference"
@@ -261,9 +261,9 @@ def passed_on(text: str, strings: list[str]) -> str:
 def test_stop_strings_end_content_alone(
     parts: list[str], strings: list[str], sizes: list[int], reasoner: Running
 ) -> None:
-    text, stops = "".join(parts), ContentStops(strings, answer_state(reasoner.worker.models.tokenizer, [1]))
+    text, stops = "".join(parts), ContentStops(strings, answer_state(reasoner.worker.default.models.tokenizer, [1]))
     said, left = "", text
-    for size in sizes:
+    for size in (*sizes, len(text)):
         said, left = said + stops.feed(left[:size]), left[size:]
     said += "" if stops.stopped else stops.finish()
     assert said == passed_on(text, strings)

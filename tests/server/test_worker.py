@@ -16,6 +16,7 @@ from tiny_models import make_model
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.server.output import Job, OutputChunk
 from mlx_kv.server.rows import Models, WorkerSettings
+from mlx_kv.server.served import Served
 from mlx_kv.server.worker import Worker
 
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]
@@ -76,7 +77,7 @@ def worker_at_work(
     settings = WorkerSettings(
         policy or CachePolicy(), prompt_memory_bytes=prompt_memory_bytes, open_store=open_store, **options
     )
-    worker = Worker(models, settings)
+    worker = Worker([Served(family, models, settings)])
     worker.start()
     try:
         yield WorkerClient(worker)
@@ -105,9 +106,9 @@ def test_prompts_of_other_families_are_found_again(
         first = kept.ask(PROMPT)
         first.wait()
         for tokens in (PROMPT, [*PROMPT[:650], 1, 2, 3, 4, 5], [*first.job.all_tokens, 5, 6]):
-            if kept.worker._rows.prefixes.store is not None:
+            if kept.worker.default.rows.prefixes.store is not None:
                 time.sleep(0.2)
-                kept.worker._rows.prefixes._disk.submit(kept.worker._rows.prefixes.store.refresh).result()
+                kept.worker.default.rows.prefixes._disk.submit(kept.worker.default.rows.prefixes.store.refresh).result()
             asked = kept.ask(tokens)
             assert asked.wait() == anew.ask(tokens).wait()
             assert asked.job.cached >= 576  # the chunk before 640 at the least
@@ -157,7 +158,7 @@ def test_an_entry_that_cannot_be_made_costs_only_time(
     with worker_at_work(reference, "llama", open_store=open_store) as one:
         wanted = one.ask(PROMPT).wait()
     with worker_at_work(reference, "llama", open_store=open_store) as one:
-        assert one.worker._rows.prefixes.store.serves(PROMPT)
+        assert one.worker.default.rows.prefixes.store.serves(PROMPT)
         asked = one.ask(PROMPT)
         assert asked.wait() == wanted
         assert asked.job.cached == 0
@@ -176,7 +177,7 @@ def test_all_is_written_by_the_thread_for_the_disk(reference: Any, tmp_path: Pat
     with worker_at_work(reference, "llama", open_store=lambda models: Counted(tmp_path)) as one:
         for start in range(12):
             one.ask(PROMPT[start : start + 100]).wait()
-        store: Any = one.worker._rows.prefixes.store
+        store: Any = one.worker.default.rows.prefixes.store
         deadline = time.monotonic() + 10
         while len(store.written) < 12 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -243,7 +244,7 @@ def test_jobs_that_come_and_go_at_any_time(
             assert answers[index] == alone.ask(job.tokens, job.max_tokens).wait()
         assert sum(asked.job.cached for asked in left) > 1000
         worker = one.worker
-        assert not worker._rows.active
-        assert not worker._rows.prefixes._requests
-        assert not worker._rows.engine.busy
+        assert not worker.default.rows.active
+        assert not worker.default.rows.prefixes._requests
+        assert not worker.default.rows.engine.busy
         assert worker.metrics.total("engine_failures") == 0

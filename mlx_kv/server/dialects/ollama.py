@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,12 +15,15 @@ from starlette.responses import Response
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
 from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
-from mlx_kv.server.handler import DEFAULT, ModelNames, ParsedRequest
+from mlx_kv.server.handler import LoadRequest, ParsedRequest
 from mlx_kv.server.json_http import ApiError, JsonResponse, json_bytes, read_body
 from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
 from mlx_kv.server.requests import MAX_TOKENS, Body, FieldError, RequestRules, Text, UnknownFields
+from mlx_kv.server.served import DEFAULT, FOREVER, ModelTable, Served
 from mlx_kv.server.worker import Worker
 
+DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h|)")
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
 # Options that are fields of OpenAI's API or of mlx_lm.server by the same name.
 SAME = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop"}
@@ -77,10 +81,20 @@ def _format(value: Any) -> Any:
     return value
 
 
+def _seconds(value: Any) -> Any:
+    """Seconds of a duration as Ollama takes it: a number, or as in 5m, 1h30m, 500ms."""
+    if not isinstance(value, str):
+        return value
+    parts = DURATION.findall(value)
+    if not parts or "".join(map("".join, parts)) != value.removeprefix("-"):
+        raise FieldError('is not a duration: send seconds, or as in "5m"')
+    seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
+    return -seconds if value.startswith("-") else seconds
+
+
 class OllamaBody(Body):
     """The fields that both requests share."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
     model: str | None = None
     stream: bool = True
     format: Annotated[Any, AfterValidator(_format)] = ""
@@ -88,7 +102,7 @@ class OllamaBody(Body):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    keep_alive: Any = None
+    keep_alive: Annotated[float | None, BeforeValidator(_seconds)] = None
 
     def fields(self, unknown: UnknownFields) -> dict[str, Any]:
         """These fields as OpenAI's."""
@@ -167,7 +181,7 @@ class OllamaChatBody(OllamaBody):
 class GenerateBody(OllamaBody):
     """A request of /api/generate."""
 
-    ignored: ClassVar[frozenset[str]] = OllamaBody.ignored | {"context"}
+    ignored: ClassVar[frozenset[str]] = frozenset({"context"})
     prompt: Text = ""
     system: Text = ""
     raw: bool = False
@@ -191,23 +205,21 @@ class OllamaDialect:
 
     Args:
         kind: of the bodies.
-        has_template: whether the model has a chat template.
     """
 
-    def __init__(self, kind: type[OllamaChatBody | GenerateBody], names: ModelNames, has_template: bool) -> None:
-        self._kind, self._names, self._has_template = kind, names, has_template
+    def __init__(self, kind: type[OllamaChatBody | GenerateBody], table: ModelTable) -> None:
+        self._kind, self._table = kind, table
 
-    def __call__(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
+    def __call__(self, body: Any, rules: RequestRules) -> ParsedRequest | LoadRequest:
         parsed, is_chat = self._kind.parse(body, rules.unknown), self._kind is OllamaChatBody
-        self._names.check(parsed.model)
+        names = self._table.find(parsed.model).names
         if not (parsed.messages if isinstance(parsed, OllamaChatBody) else parsed.prompt):
-            # With such a request clients load a model, or with keep_alive=0 unload it.
-            reason = "unload" if parsed.keep_alive in (0, "0", "0s") else "load"
-            empty = OllamaWriter(self._names.name, is_chat).fields(Delta())
-            return JsonResponse(empty | {"done": True, "done_reason": reason})
-        request = parsed.openai_body(rules.unknown, self._has_template).completion_request(rules)
-        echoed = parsed.model if parsed.model in self._names else None
-        return ParsedRequest(request, lambda model: OllamaWriter(echoed or model, is_chat))
+            reason = "unload" if parsed.keep_alive == 0 else "load"
+            empty = OllamaWriter(names.name, is_chat).fields(Delta())
+            return LoadRequest(JsonResponse(empty | {"done": True, "done_reason": reason}), parsed.keep_alive)
+        request = parsed.openai_body(rules.unknown, rules.has_template).completion_request(rules)
+        echoed = parsed.model if parsed.model in names else None
+        return ParsedRequest(request, lambda model: OllamaWriter(echoed or model, is_chat), parsed.keep_alive)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -215,7 +227,12 @@ class OllamaDialect:
 
 def now() -> str:
     """The time, as in RFC 3339."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return rfc3339(datetime.now(UTC))
+
+
+def rfc3339(time: datetime) -> str:
+    """A time in UTC, as Ollama writes it."""
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
@@ -297,30 +314,23 @@ class ShowBody(Body):
 class OllamaRoutes:
     """/api/tags, /api/ps, /api/show and /api/version."""
 
-    def __init__(self, worker: Worker, names: ModelNames, limits: requests.Limits) -> None:
-        self._worker, self._names, self._limits, self._since = worker, names, limits, now()
-        model = worker.models.model
-        self._family = str(getattr(getattr(model, "args", model), "model_type", "unknown"))
-        self._parameters = number_of_weights(model)
-        self._bytes = weight_bytes(model)
-        bits = 8 * self._bytes / max(self._parameters, 1)
-        self._details = {
-            "parent_model": "",
-            "format": "mlx",
-            "family": self._family,
-            "families": [self._family],
-            "parameter_size": parameter_size(self._parameters),
-            "quantization_level": f"{bits:.3g} bits",
-        }
+    def __init__(self, worker: Worker, table: ModelTable, limits: requests.Limits) -> None:
+        self._served, self._table, self._limits, self._since = worker.served, table, limits, now()
 
     async def tags(self, request: Request) -> Response:
-        """The names of the model."""
-        return JsonResponse({"models": [self._entry(name) for name in self._names.all if name != DEFAULT]})
+        """The names of the models."""
+        names = [(served, name) for served in self._served for name in served.names.all if name != DEFAULT]
+        return JsonResponse({"models": [self._entry(served, name) for served, name in names]})
 
     async def running(self, request: Request) -> Response:
-        """The model, which is loaded."""
-        loaded = {"size_vram": self._bytes, "expires_at": "2100-01-01T00:00:00Z"}
-        return JsonResponse({"models": [self._entry(self._names.name) | loaded]})
+        """The models with weights in memory."""
+        loaded = [served for served in self._served if served.state != "unloaded"]
+        return JsonResponse({"models": [self._running(served) for served in loaded]})
+
+    def _running(self, served: Served) -> dict[str, Any]:
+        until, size = served.expires_at, weight_bytes(served.models.model)
+        at = FOREVER if until is None else rfc3339(datetime.fromtimestamp(until, UTC))
+        return self._entry(served, served.names.name) | {"size_vram": size, "expires_at": at}
 
     async def version(self, request: Request) -> Response:
         """The version of Ollama's API."""
@@ -330,30 +340,44 @@ class OllamaRoutes:
         """What is known of the model."""
         body = await read_body(request, self._limits.body_bytes, self._limits.body_seconds)
         parsed = ShowBody.parse(body, UnknownFields(self._limits.strict))
-        self._names.check(parsed.model or parsed.name)
-        tokenizer = self._worker.models.tokenizer
-        template = getattr(tokenizer, "chat_template", None)
-        info: dict[str, Any] = {"general.architecture": self._family, "general.parameter_count": self._parameters}
-        if self._worker.context is not None:
-            info[f"{self._family}.context_length"] = self._worker.context
+        served = self._table.find(parsed.model or parsed.name)
+        tokenizer, details = served.models.tokenizer, _details(served)
+        template, family = getattr(tokenizer, "chat_template", None), details["family"]
+        count = number_of_weights(served.models.model)
+        info: dict[str, Any] = {"general.architecture": family, "general.parameter_count": count}
+        if served.context is not None:
+            info[f"{family}.context_length"] = served.context
         capabilities = ["completion"]
         capabilities += ["tools"] if tokenizer.has_tool_calling else []
         capabilities += ["thinking"] if tokenizer.has_thinking else []
         return JsonResponse(
             {
-                "modelfile": f"FROM {self._names.name}",
+                "modelfile": f"FROM {served.names.name}",
                 "parameters": "",
                 "template": template if isinstance(template, str) else "",
-                "details": self._details,
+                "details": details,
                 "model_info": info,
                 "capabilities": capabilities,
                 "modified_at": self._since,
             }
         )
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        digest = {"digest": "", "size": self._bytes, "modified_at": self._since}
-        return {"name": name, "model": name, **digest, "details": self._details}
+    def _entry(self, served: Served, name: str) -> dict[str, Any]:
+        digest = {"digest": "", "size": weight_bytes(served.models.model), "modified_at": self._since}
+        return {"name": name, "model": name, **digest, "details": _details(served)}
+
+
+def _details(served: Served) -> dict[str, Any]:
+    model = served.models.model
+    family, count = str(getattr(getattr(model, "args", model), "model_type", "unknown")), number_of_weights(model)
+    return {
+        "parent_model": "",
+        "format": "mlx",
+        "family": family,
+        "families": [family],
+        "parameter_size": parameter_size(count),
+        "quantization_level": f"{8 * weight_bytes(model) / max(count, 1):.3g} bits",
+    }
 
 
 def parameter_size(count: int) -> str:
