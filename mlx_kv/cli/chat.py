@@ -30,7 +30,7 @@ While it runs:
 
 @command(epilog=EXAMPLES, short_help="Chat with a model in the terminal.")
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
-@options(ChatOptions, "chat", "system_prompt", "chat_template_config")
+@options(ChatOptions, "chat", "system_prompt", "chat_template_config", "thinking_budget", "thinking_closing")
 @generation_options
 @on_each_rank
 def chat(

@@ -101,7 +101,8 @@ class FormatOptions:
         """
         if self.regex is None and self.grammar is None and self.json_schema is None:
             return ()
-        from mlx_kv.generation.grammar import GrammarCompiler, LeadIn, grammar, json_schema, regex
+        from mlx_kv.generation.grammar import GrammarCompiler, grammar, json_schema, regex
+        from mlx_kv.generation.thinking import LeadIn
 
         if self.regex is not None:
             constraint = regex(self.regex)
@@ -186,6 +187,7 @@ def generate(
     from mlx_kv.generation.generate import speculative_generate, stream_generate
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.statistics import SpeculationStatistics, cache_statistics
+    from mlx_kv.generation.thinking import ThinkingLimit
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     model.set_wired_limit()
@@ -211,7 +213,9 @@ def generate(
     if machine.leads:
         in_chat = chat.settings if chats else None
         grammar = answer_format.processors(tokenizer, tokens, len(before), in_chat)
-        options["logits_processors"] = (*sampling.processors(), *grammar) or None
+        limit = None if in_chat is None else ThinkingLimit.after(tokenizer, tokens, in_chat, len(before))
+        thinking = () if limit is None else (limit,)
+        options["logits_processors"] = (*sampling.processors(), *grammar, *thinking) or None
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:

@@ -312,13 +312,29 @@ class ChatOptions:
         metavar="TEXT",
         help="Beginning of the answer; it is not printed again.",
     )
+    thinking_budget: int | None = setting(
+        None,
+        option="--thinking-budget",
+        metavar="N",
+        minimum=0,
+        maximum=MOST_TOKENS,
+        help="Maximum tokens that the model thinks before it answers; then its thinking is ended.",
+    )
+    thinking_closing: str = setting(
+        "",
+        option="--thinking-closing",
+        kind=read_utf8,
+        metavar="TEXT",
+        help="Text that ends thinking at its limit, before the model's own mark.",
+    )
 
     @property
     def settings(self) -> ChatSettings:
         """The settings of the library."""
         from mlx_kv.generation.encoding import ChatSettings
 
-        return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})
+        template, limit = self.chat_template_config or {}, self.thinking_budget
+        return ChatSettings(self.system_prompt, self.prefill_response, template, limit, self.thinking_closing)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

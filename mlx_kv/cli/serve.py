@@ -263,6 +263,21 @@ class ServerSettings:
         help="Settings for the chat template, an object, unless a request sets them.",
     )
 
+    thinking_budget: int | None = setting(
+        None,
+        option="--thinking-budget",
+        metavar="N",
+        minimum=0,
+        help="Maximum tokens that a model thinks before it answers, unless a request says how many; then its thinking "
+        "is ended.",
+    )
+    thinking_closing: str = setting(
+        "",
+        option="--thinking-closing",
+        metavar="TEXT",
+        help="Text that ends thinking at its limit, before the model's own mark.",
+    )
+
     # --- memory ---
     memory_limit: int | None = setting(
         None,
@@ -588,6 +603,8 @@ def serve(
         strict=server.strict,
         template=server.chat_template_args or {},
         client_headers=server.keep_client_headers,
+        thinking_budget=server.thinking_budget,
+        thinking_closing=server.thinking_closing,
     )
     certificates = None
     if server.ssl_certfile is not None:

@@ -24,6 +24,7 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, common_prefix
 from mlx_kv.generation.settings import LogitsProcessor
+from mlx_kv.generation.thinking import ThinkingLimit
 from mlx_kv.mlxlm.traverse import attention_caches
 
 Message = dict[str, Any]
@@ -194,7 +195,8 @@ class Conversation:
         sequence = TokenSequence(
             number, prompt[reused:], max_tokens, detokenizer, draws(len(prompt)), caches, prompt[:reused]
         )
-        sequence.processors = tuple(processors)
+        limit = ThinkingLimit.after(self._tokenizer, prompt, self.settings)
+        sequence.processors = (*processors, *(() if limit is None else (limit,)))
         self.engine.submit(sequence)
         self._read = Read()  # the engine has them now
         received: list[BatchToken] = []

@@ -53,6 +53,9 @@ class ChatSettings:
         system: the message before all others; None is what the template has.
         beginning: of the answer, which goes on from there.
         template: for the chat template, by the names that it has for them.
+        thinking_budget: tokens of thinking before the answer; None is no limit, and a model that does not think needs
+            none.
+        thinking_closing: text that comes where the limit ends thinking, before the model's mark.
 
     Raises:
         ValueError: a name that is none of a template's.
@@ -61,6 +64,8 @@ class ChatSettings:
     system: str | None = None
     beginning: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+    thinking_closing: str = ""
 
     def __post_init__(self) -> None:
         check_template_settings(self.template)

@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mlx_kv.generation.encoding import begins_reasoning
 from mlx_kv.generation.grammar_in_json import grammar_in_json, literal
 from mlx_kv.generation.sequence import common_prefix
+from mlx_kv.generation.thinking import LeadIn
 from mlx_kv.settings import shown
 
 # --- constraints, as requested and as grammars of llguidance ----------------------------------------------------------
@@ -567,86 +567,3 @@ class GrammarProcessor:
 def _masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx.array:
     """Logits (1, V) with minus infinity for tokens (V,) that are not allowed."""
     return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
-
-
-Tokens = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LeadIn:
-    """What may come before the grammar, or in its place; by default nothing.
-
-    Attributes:
-        start, end: the marks of thinking.
-        in_thinking: the prompt ends within thinking.
-        call: the mark with which a call begins. What follows it is constrained only with `anything`.
-        anything: any text may come, and the grammar begins with the first call.
-    """
-
-    start: Tokens = ()
-    end: Tokens = ()
-    in_thinking: bool = False
-    call: Tokens = ()
-    anything: bool = False
-
-    @classmethod
-    def after(
-        cls, tokenizer: Any, prompt: Sequence[int], calls: bool = False, beginning: str = "", anything: bool = False
-    ) -> LeadIn:
-        """Of the answer of a model to a chat.
-
-        Args:
-            calls: whether it may be a call, if the model knows how to.
-            beginning: of the answer, at the end of the prompt.
-            anything: as of the class.
-        """
-        call = tuple(tokenizer.tool_call_start_tokens) if calls and tokenizer.has_tool_calling else ()
-        reasoning = begins_reasoning(tokenizer, prompt, beginning)
-        if reasoning is None or not tokenizer.has_thinking:
-            return cls(call=call, anything=anything)
-        return cls(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), reasoning, call, anything)
-
-    def grammar_from(self, answer: list[int]) -> int | None:
-        """Where in an answer the grammar begins; None where it does not, or not yet."""
-        begins = self._thought(answer)
-        if begins is not None and self.anything:
-            return find(answer, self.call, begins)
-        if begins is None or (self.call and tuple(answer[begins : begins + len(self.call)]) == self.call):
-            return None
-        return begins
-
-    def thinks(self, answer: list[int]) -> bool:
-        """Whether an answer stands within thinking that has not ended."""
-        return self._thought(answer) is None
-
-    def others(self, answer: list[int]) -> list[int]:
-        """The tokens that may come next, beside the grammar's: those of marks that begin here, or have begun."""
-        begins = self._thought(answer)
-        if begins is None:
-            return []
-        marks = [(self.call, begins)] if self.in_thinking else [(self.call, begins), (self.start, 0)]
-        return [
-            mark[len(answer) - place]
-            for mark, place in marks
-            if place <= len(answer) < place + len(mark) and tuple(answer[place:]) == mark[: len(answer) - place]
-        ]
-
-    def _thought(self, answer: list[int]) -> int | None:
-        """Where its thinking ends; None where it has not."""
-        first = 0 if self.in_thinking else len(self.start)
-        if not self.in_thinking and (not self.start or tuple(answer[:first]) != self.start):
-            return 0
-        end = find(answer, self.end, first)
-        return None if end is None else end + len(self.end)
-
-
-def find(tokens: list[int], pattern: Tokens, place: int) -> int | None:
-    """Where these stand first, from a place on."""
-    while True:
-        try:
-            place = tokens.index(pattern[0], place)
-        except ValueError:
-            return None
-        if tuple(tokens[place : place + len(pattern)]) == pattern:
-            return place
-        place += 1

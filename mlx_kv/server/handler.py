@@ -19,10 +19,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.encoding import ChatSettings, encode_prompt
 from mlx_kv.generation.generate import StopStrings
-from mlx_kv.generation.grammar import Grammar, LeadIn
+from mlx_kv.generation.grammar import Grammar
 from mlx_kv.generation.sequence import FIRST_EXPECTED
+from mlx_kv.generation.thinking import LeadIn, Marks, ThinkingLimit
 from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.output import (
     ChatOutputParser,
@@ -52,6 +53,7 @@ OLLAMA_CHATS, OLLAMA_PROMPTS = ("/api/chat",), ("/api/generate",)
 ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
 ENDPOINTS |= dict.fromkeys(RESPONSES, "responses") | dict.fromkeys(MESSAGES, "messages")
 ENDPOINTS |= dict.fromkeys(OLLAMA_CHATS, "ollama chat") | dict.fromkeys(OLLAMA_PROMPTS, "ollama generate")
+EFFORT_SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}  # of max_tokens, for thinking
 MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens
 STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
 log = logging.getLogger("mlx_kv.server")
@@ -281,6 +283,7 @@ class ModelReader:
                 )
                 if grammar is not None:
                     job.grammar = grammar.processor(len(tokens), self._lead_in(request, tokens))
+                job.thinking = self._thinking(request, tokens, max_tokens)
                 choices.append(self._choice(request, len(choices), place, job))
         return choices
 
@@ -338,6 +341,17 @@ class ModelReader:
         auto = request.constraint is not None and request.constraint.kind == "auto_calls"
         return LeadIn.after(self._tokenizer, tokens, request.may_call, request.beginning, auto)
 
+    def _thinking(self, request: CompletionRequest, tokens: list[int], max_tokens: int) -> ThinkingLimit | None:
+        """The limit of a chat's thinking, if there is one."""
+        limit = self._limits.thinking_budget if request.thinking_budget is None else request.thinking_budget
+        if request.thinking_budget is None and (share := EFFORT_SHARES.get(request.effort or "")) is not None:
+            limit = int(share * max_tokens)
+        if not request.chat:
+            return None
+        closing = self._limits.thinking_closing
+        settings = ChatSettings(beginning=request.beginning, thinking_budget=limit, thinking_closing=closing)
+        return ThinkingLimit.after(self._tokenizer, tokens, settings)
+
     def _stop_strings(self, request: CompletionRequest, tokens: list[int]) -> StopStrings:
         if not request.chat or not request.stop_strings:
             return StopStrings(request.stop_strings)
@@ -364,7 +378,8 @@ class ModelReader:
                 self._is_bare_call(request),
                 request.beginning,
             )
-            return Choice(index, place, job, parser, texts=texts)
+            marks = Marks.after(tokenizer, job.tokens, request.beginning)
+            return Choice(index, place, job, parser, texts=texts, marks=marks)
         prompt = request.prompts[place]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(job.tokens)
         return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)

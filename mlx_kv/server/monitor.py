@@ -86,6 +86,7 @@ class Metrics:
         )
         self.out_of_memory = counter("out_of_memory", "Requests ended because memory had run out.")
         self.preemptions = counter("preemptions", "Rows that made room for others, to go on later where they were.")
+        self.thinking_limits = counter("thinking_limits", "Answers whose thinking was ended by its limit.")
         self.rows = gauge("rows", "Requests in prefill or decoding.")
         self.waiting = gauge("requests_waiting", "Requests waiting for a row.")
         self.tokens_per_second = gauge("tokens_per_second", "Tokens generated per second, over the last 10 seconds.")

@@ -29,6 +29,7 @@ from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import CallMarks, Constraint, Grammar, GrammarCompiler, GrammarError, GrammarProcessor
 from mlx_kv.generation.sequence import BatchToken, TokenScore
 from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.generation.thinking import Marks, ThinkingLimit
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server import chat
 from mlx_kv.server.json_http import EVENT_STREAM, ApiError, json_bytes, without_panic
@@ -67,6 +68,7 @@ class Job:
         answer: tokens so far.
         resumed: tokens of the answer that are read with the prompt, since the row was lost and starts again.
         caches: of the lost row, and how many tokens they have read, if it cannot be read again as it was.
+        thinking: a limit of its thinking.
         served: the model that answers; None is the server's first.
     """
 
@@ -91,6 +93,7 @@ class Job:
     answer: list[int] = field(default_factory=list)
     resumed: int = 0
     caches: tuple[list[Any], int] | None = None
+    thinking: ThinkingLimit | None = None
     served: Any = None
 
     @property
@@ -512,6 +515,7 @@ class Choice:
         answer: all of it so far, for an answer that is sent as a whole.
         finish_reason: empty until it has ended.
         first_token: when its first token came, in seconds of the monotonic clock.
+        marks: of the model's thinking, by which its tokens are counted.
     """
 
     index: int
@@ -525,6 +529,7 @@ class Choice:
     reasoning_tokens: int = 0
     finish_reason: str = ""
     first_token: float | None = None
+    marks: Marks | None = None
     _pending: list[TokenText] = field(default_factory=list)  # with text to come, unless they are marks
 
     def take(self, chunk: OutputChunk) -> Delta:
@@ -547,6 +552,8 @@ class Choice:
             else:
                 delta.content_logprobs, self._pending = _tokens_of(delta.content, pending, is_content), []
         self.finish_reason = chunk.finish_reason or ""
+        if self.finish_reason and self.marks is not None:  # chunks may have thinking and content
+            self.reasoning_tokens = self.marks.count(self.job.answer) or self.reasoning_tokens
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())
             delta.content_logprobs += self._pending

@@ -499,6 +499,7 @@ StopList = Annotated[
     list[NonEmptyText],
     Field(max_length=MAX_STOPS, fail_fast=True, description=f"at most {MAX_STOPS} texts that are not empty"),
 ]
+ThinkingBudget = Annotated[int | None, Field(ge=0, le=MAX_TOKENS)]
 TokenLimit = Annotated[int | None, Field(ge=1, le=MAX_TOKENS)]
 
 
@@ -549,6 +550,8 @@ class CompletionRequest:
         constraint: structured output; None is none.
         constraint_field: the field that has it.
         cache: how its keys and values are stored.
+        thinking_budget: tokens of thinking; None is by `effort`, or the server's.
+        effort: of reasoning, as clients name it.
     """
 
     model: str | None = None
@@ -571,6 +574,8 @@ class CompletionRequest:
     stream: bool = False
     include_usage: bool = False
     cache: CacheRequest = AS_SERVED
+    thinking_budget: int | None = None
+    effort: str | None = None
 
     @property
     def chat(self) -> bool:
@@ -616,6 +621,8 @@ class Limits:
         strict: whether requests with unknown fields are refused.
         template: settings of the chat template, for requests that leave them out.
         client_headers: whether lines that clients write for their own servers stay in prompts.
+        thinking_budget: tokens of thinking, for requests that do not say how many; None is no limit.
+        thinking_closing: text that comes where a limit ends thinking, before the model's mark.
     """
 
     body_bytes: int = 4 * 2**20
@@ -626,6 +633,8 @@ class Limits:
     strict: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     client_headers: bool = False
+    thinking_budget: int | None = None
+    thinking_closing: str = ""
 
 
 @dataclass(frozen=True)
@@ -739,6 +748,8 @@ class ChatFields(GenerationBody):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_settings)] = Field(default_factory=dict)
     continue_final_message: bool = False
     enable_thinking: bool | None = None
+    thinking_budget: ThinkingBudget = None
+    max_thinking_tokens: ThinkingBudget = None  # another name of it
 
     def chat_request(
         self,
@@ -768,7 +779,8 @@ class ChatFields(GenerationBody):
             needed = "a last message of the assistant without tool calls"
             raise ApiError(400, f"continue_final_message needs {needed}: send one", "continue_final_message")
         thinks = False if effort == "none" and self.enable_thinking is None else self.enable_thinking
-        request.messages = messages
+        budget = self.max_thinking_tokens if self.thinking_budget is None else self.thinking_budget
+        request.messages, request.thinking_budget, request.effort = messages, budget, effort
         request.tools = [] if tool_choice.kind == "none" else tools
         request.template = self.chat_template_kwargs
         if thinks is not None:

@@ -368,7 +368,8 @@ class Rows:
         sequence.resumed = sequence.emitted = job.resumed
         sequence.room = job.room
         grammar = () if job.grammar is None else (job.grammar,)
-        sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
+        thinking = () if job.thinking is None else (job.thinking,)
+        sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar, *thinking), job.top_logprobs
         sequence.private, sequence.on_start = not job.keep, partial(self._started, job)
         if job.keep and self._checkpoints:
             sequence.keep = self.prefixes.keep
@@ -403,6 +404,8 @@ class Rows:
             if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks):
                 time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
         for job, token in finished:  # after delivery
+            if job.thinking is not None and job.thinking.reached(job.answer):
+                self._metrics.thinking_limits.inc()
             stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
             self._monitor.count_evicted([job], token.caches)
             if self._keeps(job):

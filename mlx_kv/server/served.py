@@ -230,7 +230,8 @@ class Served:
     def expires_at(self) -> float | None:
         """When its weights will be freed if nothing is asked, in seconds since 1970; None is never."""
         left = self.idle.seconds_left()
-        return None if left is None else time.time() + left
+        left = self.idle.seconds if left is None else left
+        return None if left is None or self.state == "unloaded" else time.time() + left
 
 
 class ModelTable:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reasoning_server import thinker
 from transformers.utils import logging as transformers_logging
 
 import mlx_kv
+from mlx_kv.bundled import model_path
 from mlx_kv.cli.chat_session import questions
+from mlx_kv.cli.model import ModelOptions
 from mlx_kv.files.serialization import load_prompt_file, save_prompt_cache
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.settings import SettingError
@@ -336,3 +339,21 @@ def test_a_system_prompt_needs_a_template(chat: Any) -> None:
     done = chat("x", options=("--system-prompt", "be brief"))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "chat template" in done.err
+
+
+@pytest.mark.parametrize("program", ["generate", "chat"])
+def test_thinking_has_a_limit(
+    program: str, chat: Any, command: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that never ends it: the mark comes after so many tokens, and the closing text before it."""
+    network, _ = reference
+    thinks = thinker(load(model_path("reference"))[1])
+    monkeypatch.setattr(ModelOptions, "load", lambda self: (network, thinks))
+    options = ("--thinking-budget", "4", "--thinking-closing", " Enough.", "--max-tokens", "24")
+    if program == "chat":
+        said = chat("import os", options=options).out
+    else:
+        said = command("generate", "--prompt", "import os", *options).out
+    before, mark, _ = said.partition(" Enough.</think>")
+    assert mark
+    assert 0 < len(thinks.encode(before.strip("\n"))) <= 5

@@ -39,6 +39,15 @@ def with_thinking(changed: TokenizerWrapper) -> TokenizerWrapper:
     return changed
 
 
+def thinker(tokenizer: Any) -> Any:
+    """A model whose answers begin within thinking, which it never ends by itself."""
+    changed = with_thinking(tokenizer)
+    changed._tokenizer.chat_template = TEMPLATE.replace("assistant:{%", "assistant:<think>{%")
+    changed.chat_template = changed._tokenizer.chat_template
+    object.__setattr__(changed, "has_chat_template", True)
+    return changed
+
+
 @pytest.fixture(scope="session")
 def reasoner() -> Iterator[Running]:
     """A model with a chat template, reasoning and tools; what it says is written over where a test wants that."""

@@ -142,6 +142,7 @@ def test_every_field_of_a_chat_is_in_its_request() -> None:
     own = {"messages": [USER, begun], "tools": tools, "max_completion_tokens": 7, "max_tokens": 8, "n": 2}
     own |= {"continue_final_message": True, "parallel_tool_calls": False, "role_mapping": {"user": "U"}}
     own |= {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "enable_thinking": True}
+    own |= {"max_thinking_tokens": 5}
     wanted = CompletionRequest(
         messages=[USER, begun],
         tools=tools,
@@ -153,6 +154,8 @@ def test_every_field_of_a_chat_is_in_its_request() -> None:
         max_tokens=7,
         n=2,
         top_logprobs=2,
+        thinking_budget=5,
+        effort="low",
         **WANTED,
     )
     assert chats(SHARED | own | {"logprobs": True, "top_logprobs": 2}, RequestRules()).request == wanted

@@ -163,6 +163,7 @@ class Thinking(Body):
     """The field `thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"] = "adaptive"
+    budget_tokens: requests.ThinkingBudget = None
 
 
 def _output_format(value: Any) -> Constraint | None:
@@ -209,7 +210,9 @@ class CountBody(requests.ChatFields):
         messages = chat.as_chat(system + conversation)
         thinks = self.enable_thinking if self.thinking.type == "adaptive" else self.thinking.type == "enabled"
         continues = self.messages[-1].role == "assistant" and not messages[-1].get("tool_calls")
-        body = self.model_copy(update={"enable_thinking": thinks, "continue_final_message": continues})
+        budget = self.thinking_budget if self.thinking.budget_tokens is None else self.thinking.budget_tokens
+        changes = {"enable_thinking": thinks, "continue_final_message": continues, "thinking_budget": budget}
+        body = self.model_copy(update=changes)
         request = body.chat_request(
             rules,
             messages,
@@ -325,6 +328,7 @@ def _usage(usage: Usage) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.generated,
+        "reasoning_tokens": usage.reasoning,
     }
 
 

@@ -100,6 +100,7 @@ class OllamaBody(Body):
     format: Annotated[Any, AfterValidator(_format)] = ""
     options: dict[str, Any] = Field(default_factory=dict)
     think: bool | Literal["low", "medium", "high", "max"] | None = None
+    thinking_budget: requests.ThinkingBudget = None
     logprobs: bool = False
     top_logprobs: int | None = None
     keep_alive: Annotated[float | None, BeforeValidator(_seconds)] = None
@@ -116,6 +117,7 @@ class OllamaBody(Body):
     def chat_fields(self, unknown: UnknownFields) -> dict[str, Any]:
         """These fields as those of OpenAI's chats."""
         fields = self.fields(unknown) | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        fields["thinking_budget"] = self.thinking_budget
         if isinstance(self.think, bool):
             return fields | {"enable_thinking": self.think}
         return fields if self.think is None else fields | {"reasoning_effort": self.think}
@@ -287,6 +289,7 @@ class OllamaWriter(OutputWriter):
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": nanoseconds(first - choice.job.since),
             "eval_count": usage.generated,
+            "reasoning_tokens": usage.reasoning,
             "eval_duration": nanoseconds(ended - first),
         }
 
