@@ -204,6 +204,7 @@ OTHER_PAGES = {
     "budget_decode": "decoding with a budget: [budgets](budgets.md)",
     "cluster_table": "several machines: [clusters](clusters.md)",
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
+    "embeddings": "embeddings against mlx-lm: [server API](server-api.md#embeddings)",
     "growth_rules": "choice of the default growth: [caches](caches.md)",
     "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads)",
     "models": "several models under one limit: [several models](several-models.md#what-is-in-memory)",

@@ -7,6 +7,7 @@
     batching.py   caches as rows of a batch, and mlx-lm's generator
     probe.py      probes: how a model uses its caches, and the RoPE of what it caches
     attention.py  a patch of the attention function, and which layers go through it
+    taps.py       hidden states of any model
     cpu.py        attention and activation on a CPU
     cuda.py       attention over quantised caches on CUDA
 

@@ -39,6 +39,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.server.dialects.completions import chats, completions
+from mlx_kv.server.dialects.embeddings import embeddings, ollama_embed
 from mlx_kv.server.dialects.messages import messages, token_count_request
 from mlx_kv.server.dialects.ollama import GenerateBody, OllamaChatBody, OllamaDialect, OllamaRoutes
 from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
@@ -534,10 +535,10 @@ class Api:
                 Route("/api/ps", guarded(models.running)),
                 Route("/api/show", guarded(models.show), methods=["POST"]),
                 Route("/api/version", guarded(models.version)),
-                Route("/api/embed", guarded(self._embeddings), methods=["POST"]),
+                Route("/api/embed", guarded(partial(self._handler.embed, parse=ollama_embed)), methods=["POST"]),
                 Route("/v1/responses/{name}", guarded(self._response), methods=["GET", "DELETE"]),
                 Route("/v1/messages/count_tokens", guarded(self._count), methods=["POST"]),
-                Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),
+                Route("/v1/embeddings", guarded(partial(self._handler.embed, parse=embeddings)), methods=["POST"]),
                 Route("/v1/models", guarded(status.models)),
                 Route("/models", guarded(status.models)),
                 Route("/models/load", guarded(partial(self._load, keep_alive=None)), methods=["POST"]),
@@ -601,10 +602,6 @@ class Api:
         )
         await self._handler.load(self.table.find(body.model), keep_alive)
         return JsonResponse({"success": True})
-
-    async def _embeddings(self, request: Request) -> Response:
-        message = f"{self.worker.default.names.name!r} has no embeddings: use a server of an embedding model"
-        raise ApiError(404, message)
 
     # --- errors ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -39,7 +40,7 @@ from mlx_kv.server.output import (
     answer_state,
     marks_of,
 )
-from mlx_kv.server.requests import CompletionRequest, Limits, RequestRules, UnknownFields
+from mlx_kv.server.requests import CompletionRequest, EmbeddingRequest, Limits, RequestRules, UnknownFields
 from mlx_kv.server.served import ModelTable, Served
 from mlx_kv.server.templates import ChatTemplate
 from mlx_kv.server.worker import Worker
@@ -263,6 +264,38 @@ class ModelReader:
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
+    def encode_texts(self, request: EmbeddingRequest) -> list[list[int]]:
+        """Token ids of texts to be embedded, with the model's instruction for their kind and its end token.
+
+        Raises ApiError for texts that it does not take.
+        """
+        try:
+            prompts, kind = self.served.card.prompts, request.kind
+        except ValueError as error:
+            raise ApiError(400, f"{self.served.names.name} has no embeddings: {error}", "model") from None
+        if kind is not None and kind not in prompts:
+            kinds = ", ".join(map(repr, prompts)) or "none"
+            raise ApiError(400, f"input_type is {kind!r}: this model has instructions for {kinds}", "input_type")
+        before, most = "" if kind is None else prompts[kind], self.served.context
+        texts = []
+        for number, each in enumerate(request.inputs):
+            try:
+                if isinstance(each, str):
+                    tokens = encode_prompt(self._tokenizer, before + each)
+                else:
+                    tokens = token_ids(each, self.served.vocabulary)
+            except ValueError as error:
+                raise ApiError(400, str(error), "input") from None
+            if not tokens:
+                raise ApiError(400, f"input {number} is empty: send at least one token", "input")
+            if most is not None and len(tokens) > most:
+                if not request.truncate:
+                    message = f"input {number} has {len(tokens):,} tokens, and this model takes at most {most:,}"
+                    raise ApiError(400, f"{message}: shorten it", "input", "context_length_exceeded")
+                tokens = tokens[:most]
+            texts.append(tokens)
+        return texts
+
     def choices(
         self, request: CompletionRequest, prompts: Sequence[list[int]], grammar: Grammar | None, since: float
     ) -> list[Choice]:
@@ -442,6 +475,33 @@ class RequestHandler:
             return sum(len(tokens) for tokens in await self._tokens(reader, request))
         finally:
             self._admission.leave()
+
+    async def embed(self, http: Request, parse: Callable[[Any, RequestRules], EmbeddingRequest]) -> Response:
+        """The response to a request for embeddings."""
+        body = await self._json(http)
+        reader = self._reader(body)
+        request = parse(body, reader.rules)
+        served, name = reader.served, reader.served.names.name
+        if self._worker.group is not None:
+            raise ApiError(400, "several machines have parts of the model, and no embeddings: use one", "model")
+        self._admission.admit()
+        try:
+            encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode_texts(request))
+            texts = await asyncio.wrap_future(encoding)
+            served.keep_alive(request.keep_alive)
+            try:
+                vectors = await asyncio.wrap_future(self._worker.embed(served, texts, request.pooling))
+            except ValueError as error:
+                raise ApiError(503 if served.state != "loaded" else 400, str(error), "model") from None
+        finally:
+            self._admission.leave()
+        if (size := request.dimensions) is not None:
+            if size > len(vectors[0]):
+                message = f"dimensions is {size:,}: {name} has {len(vectors[0]):,}"
+                raise ApiError(400, f"{message}; send at most so many", "dimensions")
+            vectors = [vector[:size] / max(float(np.linalg.norm(vector[:size])), 1e-12) for vector in vectors]
+        self._admission.count(http.url.path, 200)
+        return JsonResponse(request.answer(name, vectors, sum(map(len, texts))))
 
     async def load(self, served: Served, keep_alive: float | None = None) -> None:
         """Loads a model, or with a `keep_alive` of 0 unloads it. Raises ApiError, 503, if that is not possible now."""

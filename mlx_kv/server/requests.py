@@ -18,6 +18,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -34,6 +35,7 @@ from pydantic import (
 
 from mlx_kv.files.tensor_files import read_json
 from mlx_kv.generation import grammar as grammars
+from mlx_kv.generation.embedding import Pooling
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.generation.sampling import derived_seed
@@ -494,6 +496,7 @@ MAX_TOKENS = 1 << 24
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_TOP_LOGPROBS = 20
 Prompt = str | list[int]
+Vectors = Sequence[np.ndarray[Any, np.dtype[np.float32]]]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopList = Annotated[
     list[NonEmptyText],
@@ -606,6 +609,29 @@ class CompletionRequest:
         """The settings of one of the answers to a prompt; each has a seed derived from the request's."""
         seed = self.sampling.seed
         return self.sampling if seed is None or index == 0 else replace(self.sampling, seed=derived_seed(seed, index))
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """A validated request for embeddings.
+
+    Attributes:
+        inputs: texts or token ids, one or more.
+        answer: the response, given the model's name, the vectors and the number of tokens.
+        dimensions: first numbers of each vector that are wanted, normalised again; None is all.
+        pooling: instead of the model's own.
+        kind: of the texts, for which the model's card may have an instruction.
+        truncate: whether texts that are too long are cut, instead of being refused.
+        keep_alive: as of `Served.keep_alive`.
+    """
+
+    inputs: Sequence[str | list[int]]
+    answer: Callable[[str, Vectors, int], dict[str, Any]]
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    kind: str | None = None
+    truncate: bool = False
+    keep_alive: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ requests for it are checked, encoded and queued at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_kv.cache.buffers import on_cpu
+from mlx_kv.generation.admission import PrefillPace
+from mlx_kv.generation.embedding import MOST_TOKENS, Embedder, EmbeddingCard, Pooling
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
 from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import UnknownFields
@@ -177,6 +181,8 @@ class Served:
         self._load, self._release, self.lazy, self.pinned = load, release, lazy, pinned
         self.idle, self._idle_seconds, self.used = IdleTimer(idle_seconds, clock), idle_seconds, 0.0
         self.template, self._fixed = template, pinned
+        self._embedder: Embedder | None = None
+        self._pace = PrefillPace(self.settings.max_wait or 1.0, MOST_TOKENS[True])
         self.rows: Rows
 
     def load(self, known: dict[int, Weights]) -> None:
@@ -204,6 +210,26 @@ class Served:
         for weights in self.weights if self.lazy else ():
             if not weights.held:  # a calibration is compared with weights
                 weights.free()
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], pooling: Pooling | None, most: Callable[[int], int]
+    ) -> Generator[None, None, list[mx.array]]:
+        """As `Embedder.embed`; the embedder is made with the first texts, in the worker's thread."""
+        if self._embedder is None:
+            try:
+                self._embedder = Embedder(self.models.model, self.card)
+            except ValueError as error:
+                raise ValueError(f"{self.names.name} has no embeddings: {error}") from None
+        return (yield from self._embedder.embed(texts, pooling, most, self._pace.record))
+
+    def embedding_tokens(self, rows: int, beside: bool) -> int:
+        """Tokens of each of some rows to be read in a pass, beside rows that decode or not."""
+        return self._pace.chunk(rows) if beside else MOST_TOKENS[on_cpu()]
+
+    @cached_property
+    def card(self) -> EmbeddingCard:
+        """How its embeddings are made. Raises ValueError for a way that is not known."""
+        return EmbeddingCard.of(Path(str(self.models.tokenizer.name_or_path)))
 
     @property
     def nbytes(self) -> int:

@@ -11,15 +11,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_kv.cache.buffers import on_cpu
+from mlx_kv.generation.embedding import Pooling
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.warm_up import warm_up
@@ -30,6 +32,7 @@ from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
+from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
@@ -38,7 +41,16 @@ from mlx_kv.server.served import Served, Weights, bytes_held, sharing
 
 PIECE, LARGE_PIECE = 2**25, 2**28  # bytes of weights read between two steps: beside rows of other models, and without
 T = TypeVar("T")
+Vectors = list[np.ndarray[Any, np.dtype[np.float32]]]
 log = logging.getLogger("mlx_kv.server")
+
+
+class EmbeddingJob(NamedTuple):
+    """Texts to be embedded by a model, with the passes of the embedder, and what waits for their vectors."""
+
+    served: Served
+    passes: Generator[None, None, list[mx.array]]
+    vectors: Future[Vectors]
 
 
 class Worker:
@@ -68,6 +80,7 @@ class Worker:
         self.freed_limit: int | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
+        self._embedding: deque[EmbeddingJob] = deque()
         self._crowded = False  # the rows need more than the limit, and none could be preempted
         self._blocked_at: object = None  # what holds memory, beside which no waiting job can get a row
         self._stopping, self._started = False, threading.Event()
@@ -150,6 +163,17 @@ class Worker:
         self._inbox.put(run)
         return future
 
+    def embed(self, served: Served, texts: Sequence[Sequence[int]], pooling: Pooling | None = None) -> Future[Vectors]:
+        """Embeds texts, given as token ids, between steps: one vector for each.
+
+        The future raises ValueError if the model has no embeddings, or its weights cannot be read now.
+        """
+        vectors: Future[Vectors] = Future()
+        most = served.embedding_tokens
+        passes = served.embed(texts, pooling, lambda rows: most(rows, bool(self._active)))
+        self._inbox.put(partial(self._embedding.append, EmbeddingJob(served, passes, vectors)))
+        return vectors
+
     def load(self, served: Served) -> str | None:
         """Begins to read the weights of a model, if they are not in memory. In the thread.
 
@@ -165,7 +189,7 @@ class Worker:
         Returns:
             Why they cannot be freed now; None if they are.
         """
-        if served.rows.active or self._waits(served):
+        if self._needed(served):
             return f"{served.names.name} is answering: try again when it has ended"
         self._free_all(served)
         self.monitor.expire()
@@ -296,13 +320,14 @@ class Worker:
                 self._admit_waiting()
                 self._read_weights()
                 kept = self._kept_prompts
-                active = len(self._active)
+                active = len(self._active) + bool(self._embedding)
                 for at_work in self.served:
-                    if len(self.served) > 1:
+                    if len(self.served) > 1 or self._embedding:
                         at_work.rows.engine.take_turns(max(1, active))
                     at_work.rows.step()
                 if self._kept_prompts > kept:
                     self._shrink_prefixes(self._planned())
+                self._embed()
                 self._update_monitor()
                 continue
             except Exception as error:
@@ -313,6 +338,8 @@ class Worker:
                 log.exception("a step failed: %s, and the engine restarts", ending)
             # Outside of `except`, where the traceback would hold the arrays of that step.
             at_work.rows.recover(ran_out)
+        for embedding in self._embedding:
+            embedding.vectors.set_exception(ValueError(SHUTTING_DOWN))
         for served in self.served:
             served.rows.end([job for job in self._waiting if job.served is served])
         if self.group is not None:
@@ -421,7 +448,7 @@ class Worker:
         free: list[tuple[float, Weights]] = []
         for weights in {each for served in self.served for each in served.weights if each.loaded}:
             users = sharing(self.served, weights)
-            if not any(each is needed or each.pinned or each.rows.active for each in users):
+            if not any(each is needed or each.pinned or each.rows.active or self._embeds(each) for each in users):
                 free.append((max(each.used for each in users), weights))
         return bool(free) and self._free(min(free, key=lambda pair: pair[0])[1])
 
@@ -429,7 +456,7 @@ class Worker:
         """Frees the weights of a model that no other one uses."""
         for weights in served.weights:
             users = [each for each in sharing(self.served, weights) if each is not served]
-            if weights.held and not any(each.pinned or each.rows.active or self._waits(each) for each in users):
+            if weights.held and not any(each.pinned or self._needed(each) for each in users):
                 self._free(weights)
 
     def _free(self, weights: Weights) -> bool:
@@ -445,7 +472,7 @@ class Worker:
     def _free_idle(self) -> None:
         """Frees the weights of models that had no requests for as long as they are to be kept."""
         for served in self.served:
-            busy = bool(served.rows.active) or self._waits(served)
+            busy = self._needed(served)
             if busy:
                 served.used = time.monotonic()
             if served.idle.update(not busy) and not served.pinned and served.state != "unloaded":
@@ -460,8 +487,13 @@ class Worker:
         """Whether a waiting job may get a row."""
         return bool(self._waiting) and self._blocked_at != self._holders
 
-    def _waits(self, served: Served) -> bool:
-        return any(job.served is served for job in self._waiting)
+    def _embeds(self, served: Served) -> bool:
+        return any(job.served is served for job in self._embedding)
+
+    def _needed(self, served: Served) -> bool:
+        """Whether there are requests to a model."""
+        waits = any(job.served is served for job in self._waiting)
+        return bool(served.rows.active) or waits or self._embeds(served)
 
     def _take(self, served: Served) -> list[Job]:
         """The waiting jobs of a model, which wait no longer."""
@@ -469,6 +501,31 @@ class Worker:
         for job in jobs:
             self._waiting.remove(job)
         return jobs
+
+    def _embed(self) -> None:
+        """Makes one pass over texts to be embedded."""
+        if not self._embedding:
+            return
+        served, passes, vectors = self._embedding[0]
+        error: Exception | None = None
+        try:
+            if served.state != "loaded":
+                if self._make_room(served) or self._active or self._reading:
+                    return
+                raise ValueError(self.shortage(served))
+            next(passes)
+            return
+        except StopIteration as ended:
+            found: list[mx.array] = ended.value
+        except Exception as raised:
+            error = raised
+            mx.clear_cache()
+        self._embedding.popleft()
+        if vectors.set_running_or_notify_cancel():
+            if error is None:
+                vectors.set_result([np.array(vector) for vector in found])
+            else:
+                vectors.set_exception(error)
 
     def _update_monitor(self) -> None:
         idle = not self._waiting and not self._active
@@ -486,7 +543,7 @@ class Worker:
 
     def _read_inbox(self) -> None:
         """Handles messages; waits for one if there is nothing else to do."""
-        busy = self._reading or any(served.rows.engine.busy for served in self.served)
+        busy = self._reading or self._embedding or any(served.rows.engine.busy for served in self.served)
         try:
             if not busy and not self._may_admit:
                 timers = [left for served in self.served if (left := served.idle.seconds_left()) is not None]

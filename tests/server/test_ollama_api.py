@@ -216,7 +216,6 @@ def test_refusals_are_one_line_in_words(reasoner: Running, path: str, body: dict
 
 def test_another_model_is_not_there(client: ollama.Client) -> None:
     assert client.chat("llama3.2", ASKED).model == "reference"  # it is the only one
-    assert refused(lambda: client.embed("reference", "text")).status_code == 404
     assert refused(lambda: client.pull("llama3.2")).status_code == 404
 
 

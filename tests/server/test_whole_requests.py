@@ -143,7 +143,6 @@ def test_paths_without_a_version_and_what_is_not_offered(server: Running) -> Non
     chat = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 1}
     assert server.post("/chat/completions", **chat).json()["object"] == "chat.completion"
     assert server.http.get("/models").json() == server.http.get("/v1/models").json()
-    assert "no embeddings" in check_error(server.post("/v1/embeddings", input="x"), 404)["message"]
     assert "suffix is not supported" in check_error(server.post(prompt="x", suffix="y"), 400)["message"]
 
 

@@ -92,6 +92,9 @@ def _seconds(value: Any) -> Any:
     return -seconds if value.startswith("-") else seconds
 
 
+KeepAlive = Annotated[float | None, BeforeValidator(_seconds)]
+
+
 class OllamaBody(Body):
     """The fields that both requests share."""
 
@@ -103,7 +106,7 @@ class OllamaBody(Body):
     thinking_budget: requests.ThinkingBudget = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    keep_alive: Annotated[float | None, BeforeValidator(_seconds)] = None
+    keep_alive: KeepAlive = None
 
     def fields(self, unknown: UnknownFields) -> dict[str, Any]:
         """These fields as OpenAI's."""
