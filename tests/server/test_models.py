@@ -381,3 +381,12 @@ def test_tables_that_say_nothing_sensible(
     monkeypatch.setattr("mlx_kv.server.run.serve", lambda *arguments: 0)
     with pytest.raises(click.UsageError, match=error):
         command(["serve", "--config", str(file)], standalone_mode=False)
+
+
+def test_every_field_works_the_same_whichever_model_answers(several: Running) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 10, "n": 2, "seed": 3, "temperature": 1, "logprobs": 2}
+    bodies = [body, {"prompt": PROMPT, "max_tokens": 10, "regex": "[a-c]{4}"}, {"prompt": [[1, 2, 3]], "max_tokens": 3}]
+    with running_models([model("draft")]) as single:
+        for each in bodies:
+            here = several.post(model="draft", **each).json()["choices"]
+            assert here == single.post(model="draft", **each).json()["choices"]
