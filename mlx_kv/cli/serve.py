@@ -433,12 +433,16 @@ class ModelSetup:
 
         lazy = self.model.lazy_load or not (default or self.table.pin)
         options = replace(self.model, lazy_load=lazy)
+        folders: dict[tuple[Any, ...], str] = {}
         key = tuple(getattr(options, each.name) for each in fields(ModelOptions) if each.name not in OF_ALL_MODELS)
 
         def load() -> Models:
             if key not in networks:
                 networks[key] = machine.load() if machine.group is not None else options.load()
             network, tokenizer = networks[key]
+            folder = str(tokenizer.name_or_path)
+            if Path(folder).is_dir():  # so that weights come back without asking a hub
+                folders[key] = folder
             if not machine.leads:
                 return Models(network, tokenizer)
             cache_policy = self.policy.for_model(network, self.model.name)
@@ -446,7 +450,10 @@ class ModelSetup:
             return Models(network, tokenizer, draft, self.sampling.of(self.model.name), cache_policy)
 
         def release(network: nn.Module) -> None:
-            (options if network is networks[key][0] else self.drafts).release(network)
+            if network is networks[key][0]:
+                replace(options, name=folders.get(key, options.name)).release(network)
+            else:
+                self.drafts.release(network)
 
         # Bad settings are refused before anything is loaded.
         own = replace(settings, policy=self.policy.checked(), drafting=self.drafts.settings)
@@ -546,7 +553,8 @@ def serve(
     source = click.get_current_context().get_parameter_source("model")
     if source is click.core.ParameterSource.DEFAULT and len(setups) > 1:
         del setups[0]  # the bundled model is for those who name none
-    if machine.group is not None and len(setups) > 1:
+    tables = click.get_current_context().meta.get(TABLES, {}).get("models")
+    if machine.group is not None and (len(setups) > 1 or tables or model.models_dir):
         raise click.UsageError("several models are for one machine: several ranks have parts of one; give one --model")
     for setup in setups:
         setup.policy.checked()  # bad settings are refused before anything is loaded

@@ -31,6 +31,7 @@ POOLING_MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
 }
+COPIED_BYTES = 2**28  # of keys and values that texts share, one copy for each text of a pass
 MOST_TOKENS = {True: 2_048, False: 16_384}  # in a pass, padding included: on a CPU, on a GPU
 
 
@@ -62,7 +63,7 @@ class EmbeddingCard:
         if unknown or len(chosen) > 1:
             raise ValueError(f"its pooling is {', '.join(chosen)}: one of {', '.join(POOLING_MODES)} is supported")
         pooling = POOLING_MODES[chosen[0]] if chosen else "last"
-        return cls(pooling, {name: text for name, text in prompts.get("prompts", {}).items() if text})
+        return cls(pooling, dict(prompts.get("prompts", {})))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Embedder:
         self,
         texts: Sequence[Sequence[int]],
         pooling: Pooling | None = None,
-        most: Callable[[int], int] = lambda rows: MOST_TOKENS[on_cpu()],
+        most: Callable[[], int] = lambda: MOST_TOKENS[on_cpu()],
         passed: Callable[[int, float], None] = lambda tokens, seconds: None,
     ) -> Generator[None, None, list[mx.array]]:
         """Embeddings (D,) of float32 with a norm of 1, in the order of the texts; stops after each pass.
@@ -107,7 +108,7 @@ class Embedder:
         Args:
             texts: token ids of each, at least one.
             pooling: instead of the card's.
-            most: tokens of each row that a pass of so many rows may read.
+            most: tokens that a pass may read.
             passed: called with the tokens of each pass and its seconds.
         """
         chosen, shared = pooling or self.card.pooling, self._shared(texts)
@@ -118,12 +119,15 @@ class Embedder:
         found: dict[int, mx.array] = {}
         while order:
             longest = len(texts[order[-1]]) - shared
-            rows = max(1, min(len(order), MOST_TOKENS[on_cpu()] // longest))
+            rows = max(1, min(len(order), most() // longest))
+            if prefix is not None:
+                copy = sum(cache.nbytes for cache in prefix) * (shared + longest) // shared
+                rows = max(1, min(rows, COPIED_BYTES // max(1, copy)))
             batch, order = order[-rows:], order[:-rows]
             caches = None
             if prefix is not None:
                 caches = [cache.merge([cache] * rows) for cache in prefix]
-            elif longest > most(rows):
+            elif rows * longest > most():
                 caches = [cache.merge([cache] * rows) for cache in self._caches()] if self._shares else self._caches()
             some = [texts[number][shared:] for number in batch]
             if caches is not None and not self._shares and rows > 1:  # caches of other kinds, one row at a time
@@ -154,7 +158,7 @@ class _Reading:
         self,
         tap: HiddenTap,
         pooling: Pooling,
-        most: Callable[[int], int],
+        most: Callable[[], int],
         passed: Callable[[int, float], None],
     ) -> None:
         self._tap, self._pooling, self._most, self._passed = tap, pooling, most, passed
@@ -169,7 +173,7 @@ class _Reading:
         tokens = mx.array([[*text, *[0] * (longest - len(text))] for text in texts])
         ends, total, first = mx.array(lengths)[:, None], mx.zeros((len(texts), self._tap.width)), 0
         while first < longest:
-            last = longest if caches is None else min(longest, first + max(1, self._most(len(texts))))
+            last = longest if caches is None else min(longest, first + max(1, self._most() // len(texts)))
             started = time.perf_counter()
             _, states = self._tap(tokens[:, first:last], cache=caches)
             places = mx.arange(first, last)[None]

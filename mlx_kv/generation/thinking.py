@@ -8,22 +8,25 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.generation.encoding import ChatSettings, begins_reasoning, encode_prompt
+from mlx_kv.generation.encoding import ChatSettings, begins_reasoning
 
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Tokens that begin and end thinking.
+    """Tokens that begin and end thinking, and calls, in which other marks are text.
 
     Attributes:
         inside: whether the prompt ends within thinking.
+        call, call_end: of calls; a call that begins in thinking ends it.
     """
 
     start: Tokens
     end: Tokens
     inside: bool
+    call: Tokens = ()
+    call_end: Tokens = ()
 
     @classmethod
     def after(cls, tokenizer: Any, prompt: Sequence[int], beginning: str = "") -> Marks | None:
@@ -36,18 +39,30 @@ class Marks:
         inside = begins_reasoning(tokenizer, prompt, beginning)
         if inside is None or not tokenizer.has_thinking:
             return None
-        return cls(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), inside)
+        calls = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
+        call, call_end = map(tuple, calls) if tokenizer.has_tool_calling and all(calls) else ((), ())
+        return cls(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), inside, call, call_end)
 
     def spans(self, answer: list[int]) -> list[tuple[int, int | None]]:
         """First and last + 1 of each run of thinking in an answer, without marks; of one that goes on, None is last."""
         spans: list[tuple[int, int | None]] = []
-        first: int | None = 0 if self.inside else find(answer, self.start, 0)
-        while first is not None:
-            first += 0 if self.inside and not spans else len(self.start)
-            end = find(answer, self.end, first)
-            spans.append((first, end))
-            first = None if end is None else find(answer, self.start, end + len(self.end))
-        return spans
+        place, thinks = 0, self.inside
+        while True:
+            mark = self.end if thinks else self.start
+            found = [
+                (at, which) for which in (mark, self.call) if which and (at := find(answer, which, place)) is not None
+            ]
+            at, which = min(found, default=(None, ()))
+            if thinks:
+                spans.append((place, at))
+            if at is None:
+                return spans
+            place, thinks = at + len(which), which == self.start
+            if which == self.call:
+                end = find(answer, self.call_end, place)
+                if end is None:
+                    return spans
+                place = end + len(self.call_end)
 
     def count(self, answer: list[int]) -> int:
         """Tokens of thinking in an answer."""
@@ -84,14 +99,17 @@ class ThinkingLimit:
         marks = Marks.after(tokenizer, prompt, settings.beginning or "")
         if settings.thinking_budget is None or marks is None:
             return None
-        closing = tuple(encode_prompt(tokenizer, text)) if (text := settings.thinking_closing) else ()
+        closing = tuple(tokenizer.encode(settings.thinking_closing, add_special_tokens=False))
         return cls(marks, settings.thinking_budget, closing, before + len(prompt))
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits (1, V) after tokens (n,): of one token alone, where that is forced."""
         if len(tokens) - self._prompt_tokens < self._limit:  # nothing to know: the model goes on meanwhile
             return logits
-        forced = self._forced(tokens[self._prompt_tokens :].tolist())  # type: ignore[arg-type]
+        shown = tokens[self._prompt_tokens :]
+        mx.async_eval(shown)  # type: ignore[no-untyped-call]
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model goes on meanwhile
+        forced = self._forced(shown.tolist())  # type: ignore[arg-type]
         if forced is None:
             return logits
         only = mx.arange(logits.shape[-1]) == forced

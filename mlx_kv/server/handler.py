@@ -10,9 +10,9 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -25,7 +25,15 @@ from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import Grammar
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.generation.thinking import LeadIn, Marks, ThinkingLimit
-from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError, JsonResponse, error_body, read_body, without_panic
+from mlx_kv.server.json_http import (
+    SHUTTING_DOWN,
+    ApiError,
+    JsonResponse,
+    error_body,
+    json_bytes,
+    read_body,
+    without_panic,
+)
 from mlx_kv.server.output import (
     ChatOutputParser,
     Choice,
@@ -54,9 +62,15 @@ OLLAMA_CHATS, OLLAMA_PROMPTS = ("/api/chat",), ("/api/generate",)
 ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
 ENDPOINTS |= dict.fromkeys(RESPONSES, "responses") | dict.fromkeys(MESSAGES, "messages")
 ENDPOINTS |= dict.fromkeys(OLLAMA_CHATS, "ollama chat") | dict.fromkeys(OLLAMA_PROMPTS, "ollama generate")
-EFFORT_SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}  # of max_tokens, for thinking
+# Of max_tokens, for thinking; None is no limit.
+EFFORT_SHARES: dict[str | None, float | None] = {
+    **{"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95},
+    "max": None,
+}
+HANG_UP = 0.5  # seconds between two looks at whether a client has hung up
 MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens
 STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
+T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
 # --- admission --------------------------------------------------------------------------------------------------------
@@ -145,6 +159,7 @@ class AdmissionController:
     def __init__(self, worker: Worker, max_requests: int) -> None:
         self.worker, self.metrics, self._max_requests = worker, worker.metrics, max_requests
         self._collectors: dict[Job, OutputCollector] = {}
+        self._futures: set[asyncio.Future[Any]] = set()
         self.admitted = 0
         self.closing: str | None = None
 
@@ -193,6 +208,22 @@ class AdmissionController:
             self.worker.submit(job)
         return collector
 
+    async def wait(self, http: Request, result: Future[T]) -> T:
+        """The result of the worker; cancels it if the client hangs up. Raises ApiError if the server ends."""
+        future = asyncio.wrap_future(result)
+        self._futures.add(future)
+        try:
+            while not future.done():
+                await asyncio.wait({future}, timeout=HANG_UP)
+                if not future.done() and await http.is_disconnected():
+                    future.cancel()
+            if future.cancelled():
+                raise ApiError(503 if self.closing else 499, self.closing or "the client has hung up")
+            return future.result()
+        finally:
+            self._futures.discard(future)
+            future.cancel()
+
     @property
     def jobs(self) -> list[Job]:
         """Jobs of admitted requests, from when their prompt is encoded."""
@@ -213,6 +244,8 @@ class AdmissionController:
         self.closing = self.closing or reason
         for collector in set(self._collectors.values()):
             collector.fail(ApiError(503, self.closing))
+        for future in self._futures:
+            future.cancel()
 
     def count(self, path: str, status: int) -> None:
         """Counts a response in the metrics."""
@@ -292,9 +325,16 @@ class ModelReader:
                 if not request.truncate:
                     message = f"input {number} has {len(tokens):,} tokens, and this model takes at most {most:,}"
                     raise ApiError(400, f"{message}: shorten it", "input", "context_length_exceeded")
-                tokens = tokens[:most]
+                last = self._tokens_at_end(before + each, tokens) if isinstance(each, str) else 0
+                tokens = [*tokens[: most - last], *tokens[len(tokens) - last :]]
             texts.append(tokens)
         return texts
+
+    def _tokens_at_end(self, text: str, tokens: list[int]) -> int:
+        """How many tokens the tokenizer adds behind a text, whose tokens are given with these."""
+        plain = self._tokenizer.encode(text, add_special_tokens=False)
+        added = len(tokens) - len(plain)
+        return next((n for n in range(added + 1) if tokens[added - n : len(tokens) - n] == plain), 0)
 
     def choices(
         self, request: CompletionRequest, prompts: Sequence[list[int]], grammar: Grammar | None, since: float
@@ -377,8 +417,9 @@ class ModelReader:
     def _thinking(self, request: CompletionRequest, tokens: list[int], max_tokens: int) -> ThinkingLimit | None:
         """The limit of a chat's thinking, if there is one."""
         limit = self._limits.thinking_budget if request.thinking_budget is None else request.thinking_budget
-        if request.thinking_budget is None and (share := EFFORT_SHARES.get(request.effort or "")) is not None:
-            limit = int(share * max_tokens)
+        if request.thinking_budget is None and request.effort in EFFORT_SHARES:
+            share = EFFORT_SHARES[request.effort]
+            limit = None if share is None else int(share * max_tokens)
         if not request.chat:
             return None
         closing = self._limits.thinking_closing
@@ -458,7 +499,7 @@ class RequestHandler:
             prompts = await self._tokens(reader, request)
             grammar = await reader.grammars.compile(request.constraint, request.constraint_field)
             choices = reader.choices(request, prompts, grammar, since)
-            reader.served.keep_alive(keep_alive)
+            self._worker.keep_alive(reader.served, keep_alive)
             name = reader.served.names.name
             return CompletionResponse(self._admission, choices, writer(name), request.stream)
         except BaseException:
@@ -484,15 +525,14 @@ class RequestHandler:
         served, name = reader.served, reader.served.names.name
         if self._worker.group is not None:
             raise ApiError(400, "several machines have parts of the model, and no embeddings: use one", "model")
+        if (self._worker.limit_of(served).for_rows or 0) < 0:
+            raise ApiError(503, self._worker.shortage(served), "model", "model_too_large", {"Retry-After": "60"})
         self._admission.admit()
         try:
             encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode_texts(request))
             texts = await asyncio.wrap_future(encoding)
-            served.keep_alive(request.keep_alive)
-            try:
-                vectors = await asyncio.wrap_future(self._worker.embed(served, texts, request.pooling))
-            except ValueError as error:
-                raise ApiError(503 if served.state != "loaded" else 400, str(error), "model") from None
+            self._worker.keep_alive(served, request.keep_alive)
+            vectors = await self._admission.wait(http, self._worker.embed(served, texts, request.pooling))
         finally:
             self._admission.leave()
         if (size := request.dimensions) is not None:
@@ -501,14 +541,16 @@ class RequestHandler:
                 raise ApiError(400, f"{message}; send at most so many", "dimensions")
             vectors = [vector[:size] / max(float(np.linalg.norm(vector[:size])), 1e-12) for vector in vectors]
         self._admission.count(http.url.path, 200)
-        return JsonResponse(request.answer(name, vectors, sum(map(len, texts))))
+        # Millions of digits would keep the event loop busy for seconds.
+        rendered = self._tokenizing.submit(lambda: json_bytes(request.answer(name, vectors, sum(map(len, texts)))))
+        return Response(await asyncio.wrap_future(rendered), media_type="application/json")
 
     async def load(self, served: Served, keep_alive: float | None = None) -> None:
         """Loads a model, or with a `keep_alive` of 0 unloads it. Raises ApiError, 503, if that is not possible now."""
-        served.keep_alive(keep_alive)
         change = self._worker.unload if keep_alive == 0 else self._worker.load
         if (problem := await asyncio.wrap_future(self._worker.call(partial(change, served)))) is not None:
             raise ApiError(503, problem, "model", "model_not_changed", {"Retry-After": "5"})
+        self._worker.keep_alive(served, keep_alive)
 
     def close(self) -> None:
         """Ends the threads of tokenizers and grammars after their current task."""

@@ -553,7 +553,8 @@ class Choice:
                 delta.content_logprobs, self._pending = _tokens_of(delta.content, pending, is_content), []
         self.finish_reason = chunk.finish_reason or ""
         if self.finish_reason and self.marks is not None:  # chunks may have thinking and content
-            self.reasoning_tokens = self.marks.count(self.job.answer) or self.reasoning_tokens
+            counted = self.marks.count(self.job.answer)
+            self.reasoning_tokens = counted if self.marks.spans(self.job.answer) else self.reasoning_tokens
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())
             delta.content_logprobs += self._pending

@@ -398,14 +398,14 @@ class Rows:
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._finish(chunk.job, chunk.finish_reason)
+                if (limit := chunk.job.thinking) is not None and limit.reached(chunk.job.answer):
+                    self._metrics.thinking_limits.inc()
         if chunks:
             self._monitor.count_generated(sum(chunk.tokens for chunk in chunks))
             self._output(chunks)
             if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks):
                 time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
         for job, token in finished:  # after delivery
-            if job.thinking is not None and job.thinking.reached(job.answer):
-                self._metrics.thinking_limits.inc()
             stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
             self._monitor.count_evicted([job], token.caches)
             if self._keeps(job):

@@ -49,9 +49,14 @@ class Weights:
         self._unread: Iterator[tuple[str, mx.array]] | None = None
 
     @property
+    def being_read(self) -> bool:
+        """Whether some of them are still to be read."""
+        return self._unread is not None
+
+    @property
     def loaded(self) -> bool:
         """Whether all of them are in memory."""
-        return self.held and self._unread is None
+        return self.held and not self.being_read
 
     def begin(self) -> None:
         """From now on they are read; `read` must follow until they are loaded."""
@@ -86,6 +91,10 @@ class IdleTimer:
         self.seconds, self._clock = seconds, clock
         self._idle_since: float | None = None  # None while there are requests
         self._over = True  # before the first request there is nothing to free, or it will be needed soon
+
+    def restart(self) -> None:
+        """Begins anew, as after a request."""
+        self._idle_since, self._over = self._clock(), False
 
     def seconds_left(self) -> float | None:
         """Seconds until it is over; None while nothing is scheduled."""
@@ -155,6 +164,7 @@ class Served:
     Attributes:
         rows: its engine, jobs and cached prefixes.
         models, policy, plan: of its rows.
+        fixed: whether the operator has pinned it.
         context: length in tokens; None if unknown.
         vocabulary: number of token ids.
         weights: of its networks.
@@ -180,7 +190,7 @@ class Served:
         self.settings = settings or WorkerSettings()
         self._load, self._release, self.lazy, self.pinned = load, release, lazy, pinned
         self.idle, self._idle_seconds, self.used = IdleTimer(idle_seconds, clock), idle_seconds, 0.0
-        self.template, self._fixed = template, pinned
+        self.template, self.fixed = template, pinned
         self._embedder: Embedder | None = None
         self._pace = PrefillPace(self.settings.max_wait or 1.0, MOST_TOKENS[True])
         self.rows: Rows
@@ -212,7 +222,7 @@ class Served:
                 weights.free()
 
     def embed(
-        self, texts: Sequence[Sequence[int]], pooling: Pooling | None, most: Callable[[int], int]
+        self, texts: Sequence[Sequence[int]], pooling: Pooling | None, most: Callable[[], int]
     ) -> Generator[None, None, list[mx.array]]:
         """As `Embedder.embed`; the embedder is made with the first texts, in the worker's thread."""
         if self._embedder is None:
@@ -222,9 +232,9 @@ class Served:
                 raise ValueError(f"{self.names.name} has no embeddings: {error}") from None
         return (yield from self._embedder.embed(texts, pooling, most, self._pace.record))
 
-    def embedding_tokens(self, rows: int, beside: bool) -> int:
-        """Tokens of each of some rows to be read in a pass, beside rows that decode or not."""
-        return self._pace.chunk(rows) if beside else MOST_TOKENS[on_cpu()]
+    def embedding_tokens(self, beside: bool) -> int:
+        """Tokens to be read in a pass, beside rows that decode or not."""
+        return self._pace.chunk(1) if beside else MOST_TOKENS[on_cpu()]
 
     @cached_property
     def card(self) -> EmbeddingCard:
@@ -241,14 +251,14 @@ class Served:
         """Of its weights."""
         if all(each.loaded for each in self.weights):
             return "loaded"
-        return "loading" if any(each.held for each in self.weights) else "unloaded"
+        return "loading" if all(each.held for each in self.weights) else "unloaded"
 
     def keep_alive(self, seconds: float | None) -> None:
         """Frees the weights after so many seconds without requests; negative ones keep them, None is as at the start.
 
         Does nothing to a model that the operator has pinned.
         """
-        if not self._fixed:
+        if not self.fixed:
             self.pinned = seconds is not None and seconds < 0
             self.idle.seconds = None if self.pinned else self._idle_seconds if seconds is None else seconds
 

@@ -32,13 +32,14 @@ from mlx_kv.prefixes.memory import memory_handlers
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.json_http import SHUTTING_DOWN
+from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError
 from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.output import Job, OutputChunk
 from mlx_kv.server.rows import Rows, out_of_memory
 from mlx_kv.server.served import Served, Weights, bytes_held, sharing
 
+LONGEST_SLEEP = 3_600.0  # seconds; timers may have any
 PIECE, LARGE_PIECE = 2**25, 2**28  # bytes of weights read between two steps: beside rows of other models, and without
 T = TypeVar("T")
 Vectors = list[np.ndarray[Any, np.dtype[np.float32]]]
@@ -51,6 +52,14 @@ class EmbeddingJob(NamedTuple):
     served: Served
     passes: Generator[None, None, list[mx.array]]
     vectors: Future[Vectors]
+
+    def end(self, result: Vectors | Exception) -> None:
+        """Gives the result to who waits for it, if anybody does."""
+        if self.vectors.set_running_or_notify_cancel():
+            if isinstance(result, Exception):
+                self.vectors.set_exception(result)
+            else:
+                self.vectors.set_result(result)
 
 
 class Worker:
@@ -81,10 +90,12 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._embedding: deque[EmbeddingJob] = deque()
+        self._wanted = False  # texts to be embedded wait for memory, and no job gets a row until they have it
         self._crowded = False  # the rows need more than the limit, and none could be preempted
         self._blocked_at: object = None  # what holds memory, beside which no waiting job can get a row
         self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None
+        self._current = self.default  # whose rows are being worked on
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
 
@@ -166,11 +177,10 @@ class Worker:
     def embed(self, served: Served, texts: Sequence[Sequence[int]], pooling: Pooling | None = None) -> Future[Vectors]:
         """Embeds texts, given as token ids, between steps: one vector for each.
 
-        The future raises ValueError if the model has no embeddings, or its weights cannot be read now.
+        The future raises ApiError if the model has no embeddings, its weights cannot be read now, or the server ends.
         """
         vectors: Future[Vectors] = Future()
-        most = served.embedding_tokens
-        passes = served.embed(texts, pooling, lambda rows: most(rows, bool(self._active)))
+        passes = served.embed(texts, pooling, lambda: served.embedding_tokens(bool(self._active)))
         self._inbox.put(partial(self._embedding.append, EmbeddingJob(served, passes, vectors)))
         return vectors
 
@@ -181,7 +191,16 @@ class Worker:
             Why they cannot be read now; None if they can.
         """
         self._blocked_at = None
-        return None if self._make_room(served) else self.shortage(served)
+        if not self._make_room(served):
+            return self.shortage(served)
+        served.used = time.monotonic()
+        served.idle.restart()
+        return None
+
+    def keep_alive(self, served: Served, seconds: float | None) -> None:
+        """As `Served.keep_alive`; several machines keep their weights."""
+        if self.group is None:
+            served.keep_alive(seconds)
 
     def unload(self, served: Served) -> str | None:
         """Frees the weights of a model, unless another one needs them. In the thread.
@@ -189,6 +208,9 @@ class Worker:
         Returns:
             Why they cannot be freed now; None if they are.
         """
+        if self.group is not None or served.fixed:
+            why = "is pinned" if served.fixed else "is on several machines, which keep their weights"
+            return f"{served.names.name} {why}: it stays in memory"
         if self._needed(served):
             return f"{served.names.name} is answering: try again when it has ended"
         self._free_all(served)
@@ -197,7 +219,7 @@ class Worker:
 
     def limit_of(self, served: Served) -> MemoryLimit:
         """The limit for rows of one model, when no other has weights in memory but for pinned ones."""
-        pinned = [each for each in self.served if each.pinned]
+        pinned = [each for each in self.served if each.fixed or (each.pinned and each.state != "unloaded")]
         weights = {each for one in (served, *pinned) for each in one.weights}
         return replace(self.limit, weights=sum(each.nbytes for each in weights))
 
@@ -245,6 +267,8 @@ class Worker:
             self.failure = lost_rank or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
             self._started.set()
+            for embedding in self._embedding:
+                embedding.end(ApiError(503, self.failure or SHUTTING_DOWN))
             # MLX waits for all streams to change the limit, and holds the interpreter: with a lost rank, for good.
             if self.group is None or self.group.gone_within(0.0) is None:
                 freed_memory.end(self)
@@ -313,7 +337,7 @@ class Worker:
         self._update_monitor()
         self._started.set()
         while not self._stopping:
-            at_work = self.default
+            self._current = self.default
             try:
                 self._read_inbox()
                 self._preempt_rows()
@@ -321,10 +345,11 @@ class Worker:
                 self._read_weights()
                 kept = self._kept_prompts
                 active = len(self._active) + bool(self._embedding)
-                for at_work in self.served:
-                    if len(self.served) > 1 or self._embedding:
-                        at_work.rows.engine.take_turns(max(1, active))
-                    at_work.rows.step()
+                for served in self.served:
+                    self._current = served
+                    if self.group is None:
+                        served.rows.engine.take_turns(max(1, active))
+                    served.rows.step()
                 if self._kept_prompts > kept:
                     self._shrink_prefixes(self._planned())
                 self._embed()
@@ -334,12 +359,10 @@ class Worker:
                 ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self.group is not None and self.group.gone_within(1.0)):
                     raise  # without all ranks there is no model
-                ending = "one row ends" if ran_out else f"all {len(at_work.rows.active)} rows end"
+                ending = "one row ends" if ran_out else f"all {len(self._current.rows.active)} rows end"
                 log.exception("a step failed: %s, and the engine restarts", ending)
             # Outside of `except`, where the traceback would hold the arrays of that step.
-            at_work.rows.recover(ran_out)
-        for embedding in self._embedding:
-            embedding.vectors.set_exception(ValueError(SHUTTING_DOWN))
+            self._current.rows.recover(ran_out)
         for served in self.served:
             served.rows.end([job for job in self._waiting if job.served is served])
         if self.group is not None:
@@ -350,9 +373,14 @@ class Worker:
     # --- memory: weights, rows and cached prefixes of all models ------------------------------------------------------
 
     @property
-    def _active(self) -> list[Rows]:
-        """The rows of models that have any."""
-        return [served.rows for served in self.served if served.rows.active]
+    def _active(self) -> list[Served]:
+        """The models that have rows."""
+        return [served for served in self.served if served.rows.active]
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether something is being done, after which there may be more memory."""
+        return bool(self._active) or self._reading or any(each.served.state == "loaded" for each in self._embedding)
 
     @property
     def _kept_prompts(self) -> int:
@@ -396,8 +424,7 @@ class Worker:
         more = sum(each.nbytes for each in missing)
         while not self.limit.fits(planned + more):
             if not self._free_unused(served):
-                alone = not self._active and not self._reading
-                if not alone or (missing and not self.limit.fits(more)):
+                if self._at_work or (missing and not self.limit.fits(more)):
                     return False
                 break
         self._shrink_prefixes(planned + more)
@@ -416,13 +443,13 @@ class Worker:
     @property
     def _reading(self) -> bool:
         """Whether weights are being read."""
-        return any(served.state == "loading" for served in self.served)
+        return any(weights.being_read for served in self.served for weights in served.weights)
 
     def _read_weights(self) -> None:
         """Reads a piece of the weights that are to be in memory."""
         piece = PIECE if self._active else LARGE_PIECE
         for served in self.served:
-            if served.state != "loading":
+            if not any(weights.being_read for weights in served.weights):
                 continue
             try:
                 for weights in served.weights:
@@ -431,7 +458,11 @@ class Worker:
             except Exception as error:
                 log.exception("the weights of %s could not be read", served.names.name)
                 self._free_all(served)
-                served.rows.fail(self._take(served), f"the model could not be loaded: {error}", 503)
+                reason = f"the model could not be loaded: {error}"
+                served.rows.fail(self._take(served), reason, 503)
+                for embedding in [each for each in self._embedding if each.served is served]:
+                    self._embedding.remove(embedding)
+                    embedding.end(ApiError(503, reason, "model"))
             if served.state == "loaded":
                 self._blocked_at = None
                 self.metrics.model_loads.labels(served.names.name).inc()
@@ -488,12 +519,19 @@ class Worker:
         return bool(self._waiting) and self._blocked_at != self._holders
 
     def _embeds(self, served: Served) -> bool:
-        return any(job.served is served for job in self._embedding)
+        """Whether texts are being embedded by a model, or will be next."""
+        return bool(self._embedding) and self._next_embedding.served is served
+
+    @property
+    def _next_embedding(self) -> EmbeddingJob:
+        """The first texts of a loaded model, or the first of all."""
+        loaded = (each for each in self._embedding if each.served.state == "loaded")
+        return next(loaded, self._embedding[0])
 
     def _needed(self, served: Served) -> bool:
         """Whether there are requests to a model."""
-        waits = any(job.served is served for job in self._waiting)
-        return bool(served.rows.active) or waits or self._embeds(served)
+        waiting = [job.served for job in self._waiting] + [job.served for job in self._embedding]
+        return bool(served.rows.active) or served in waiting
 
     def _take(self, served: Served) -> list[Job]:
         """The waiting jobs of a model, which wait no longer."""
@@ -503,36 +541,40 @@ class Worker:
         return jobs
 
     def _embed(self) -> None:
-        """Makes one pass over texts to be embedded."""
+        """Makes one pass over texts to be embedded, or makes room for the weights of their model."""
+        self._wanted = False
         if not self._embedding:
             return
-        served, passes, vectors = self._embedding[0]
-        error: Exception | None = None
+        job = self._next_embedding
+        result: Vectors | Exception | None = None
         try:
-            if served.state != "loaded":
-                if self._make_room(served) or self._active or self._reading:
-                    return
-                raise ValueError(self.shortage(served))
-            next(passes)
-            return
+            if job.vectors.cancelled():
+                result = []
+            elif job.served.state == "loaded":
+                next(job.passes)
+            elif not self._make_room(job.served):
+                self._wanted = self._at_work
+                if not self._wanted:
+                    result = ApiError(503, self.shortage(job.served), "model", None, {"Retry-After": "5"})
         except StopIteration as ended:
-            found: list[mx.array] = ended.value
-        except Exception as raised:
-            error = raised
-            mx.clear_cache()
-        self._embedding.popleft()
-        if vectors.set_running_or_notify_cancel():
-            if error is None:
-                vectors.set_result([np.array(vector) for vector in found])
-            else:
-                vectors.set_exception(error)
+            result = [np.array(vector) for vector in ended.value]
+        except ValueError as error:
+            result = ApiError(400, str(error), "model")
+        except Exception as error:
+            log.exception("texts could not be embedded")
+            result = ApiError(500, f"the texts could not be embedded: {type(error).__name__}")
+        if result is not None:
+            self._embedding.remove(job)
+            job.passes.close()
+            job.end(result)
 
     def _update_monitor(self) -> None:
         idle = not self._waiting and not self._active
         self._free_idle()
         if self.monitor.due(idle):
             decoding, reading, drafts = [], [], []
-            for rows in self._active:
+            for served in self._active:
+                self._current, rows = served, served.rows
                 rows.update_progress()
                 decoding.append((rows.decoding, rows.engine.caches))
                 reading += rows.reading
@@ -548,7 +590,7 @@ class Worker:
             if not busy and not self._may_admit:
                 timers = [left for served in self.served if (left := served.idle.seconds_left()) is not None]
                 timeout = UPDATE_EVERY if self.monitor.rate_falls else min(timers, default=None)
-                self._inbox.get(timeout=timeout)()
+                self._inbox.get(timeout=None if timeout is None else min(timeout, LONGEST_SLEEP))()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
@@ -560,22 +602,28 @@ class Worker:
         The oldest keeps its row, so that each job becomes the oldest and ends; if it does not fit alone, it fails.
         """
 
-        def fits_beside(rows: Rows, planned: int) -> bool:
-            others = sum(each.planned() for each in self._active if each is not rows)
+        def fits_beside(served: Served, planned: int) -> bool:
+            others = sum(each.rows.planned() for each in self._active if each is not served)
             return self.limit.fits(planned + others + self._kept_bytes())
 
-        grown = [rows.outgrow(partial(fits_beside, rows)) for rows in self._active]
+        grown = []
+        for served in self._active:
+            self._current = served
+            grown.append(served.rows.outgrow(partial(fits_beside, served)))
         if not (any(grown) or self._crowded):
             return
         self._crowded = False
         while not self.limit.fits(planned := self._planned()):
             if self._free_unused():
                 continue
-            newest = max(self._active, key=lambda rows: max(rows.active))
-            if sum(len(rows.active) for rows in self._active) == 1:
-                newest.end_if_too_long(self.limit)
+            self._current = newest = max(self._active, key=lambda served: max(served.rows.active))
+            if sum(len(served.rows.active) for served in self._active) == 1:
+                if self._reading:  # of weights that will be free to go
+                    self._crowded = True
+                else:
+                    newest.rows.end_if_too_long(self.limit_of(newest))
                 break
-            if (job := newest.preempt()) is None:
+            if (job := newest.rows.preempt()) is None:
                 self._crowded = True  # the next step tries again
                 break
             self._waiting.appendleft(job)
@@ -588,7 +636,7 @@ class Worker:
         One that waits for a row of its model, or for its weights, does not keep jobs of others from theirs; one that
         waits for memory does, so that it gets it.
         """
-        if not self._may_admit:
+        if not self._may_admit or self._wanted:
             return
         full = set[Served]()
         for job in list(self._waiting):
@@ -596,11 +644,12 @@ class Worker:
             if served in full or len(served.rows.active) >= served.settings.max_batch_size:
                 continue
             if not self._make_room(served, job):
-                if self._active or self._reading:
+                if self._at_work:
                     break
                 served.rows.fail(self._take(served), self.shortage(served), 503)
             elif served.state == "loaded":
                 self._waiting.remove(job)
+                self._current = served
                 served.rows.add(job)
             else:
                 full.add(served)
@@ -616,6 +665,8 @@ class Worker:
         if job in self._waiting:
             self._waiting.remove(job)
             self.metrics.finished.labels("cancelled").inc()
-        elif not job.served.rows.cancel(job):
-            return
+        else:
+            self._current = job.served
+            if not job.served.rows.cancel(job):
+                return
         self.monitor.expire()

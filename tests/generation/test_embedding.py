@@ -25,7 +25,7 @@ WAYS: tuple[Pooling, ...] = ("last", "mean", "first")
 
 
 def vectors(embedder: Embedder, texts: Sequence[Sequence[int]], pooling: Pooling | None, most: int = 10**6) -> Any:
-    passes = embedder.embed(texts, pooling, lambda rows: most)
+    passes = embedder.embed(texts, pooling, lambda: most)
     while True:
         try:
             next(passes)
@@ -104,7 +104,7 @@ def test_passes_have_few_tokens_and_what_is_shared_is_read_once(monkeypatch: pyt
     monkeypatch.setattr(embedding, "MOST_TOKENS", {True: 60, False: 60})
     read: list[int] = []
     texts = [[*words(1, 100), *words(seed, 10)] for seed in range(2, 12)]
-    passes = embedder.embed(texts, "last", lambda rows: 60, lambda tokens, seconds: read.append(tokens))
+    passes = embedder.embed(texts, "last", lambda: 60, lambda tokens, seconds: read.append(tokens))
     count = sum(1 for _ in passes)
     assert count == len(read)
     assert sum(read) == 100 + 10 * 10
@@ -122,7 +122,7 @@ def test_cards_say_how(tmp_path: Path) -> None:
     assert EmbeddingCard.of(tmp_path) == EmbeddingCard("last", {})
     prompts = {"prompts": {"query": "Instruct: find\nQuery:", "document": ""}}
     folder = write(tmp_path, {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, prompts)
-    assert EmbeddingCard.of(folder) == EmbeddingCard("mean", {"query": "Instruct: find\nQuery:"})
+    assert EmbeddingCard.of(folder) == EmbeddingCard("mean", prompts["prompts"])
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     with pytest.raises(ValueError, match="its pooling is pooling_mode_max_tokens"):
         EmbeddingCard.of(folder)

@@ -175,3 +175,32 @@ def test_tokens_of_thinking_are_counted() -> None:
     limit = ThinkingLimit(inside, 2, (), 0)
     assert [limit.reached(each) for each in ([4], [4, 4, 2, 3], [4, 2, 3, 4, 4, 4])] == [False, True, False]
     assert np.isneginf(np.array(limit(mx.array([4, 4]), mx.zeros((1, VOCABULARY))))).sum() == VOCABULARY - 1
+
+
+def test_calls_are_no_thinking_and_nothing_is_forced_into_them() -> None:
+    marks, limit = Marks((1,), (2,), False, (8,), (9,)), 3
+    in_call, begun_in_thinking = [1, 5, 2, 8, 5, 5, 1, 5, 5, 5, 5, 5, 9, 7], [1, 5, 8, 5, 5, 5, 5, 9, 7, 7]
+    assert (marks.count(in_call), marks.count(begun_in_thinking)) == (1, 1)
+    processor = ThinkingLimit(marks, limit, (), 0)
+    for answer in (in_call, begun_in_thinking):
+        for count in range(len(answer)):
+            assert processor._forced(answer[:count]) is None
+    assert processor._forced([1, 5, 2, 8, 1, 9, 1, 5, 5]) == 2
+
+
+def test_the_closing_text_has_no_special_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adding:
+        has_thinking = True
+        has_tool_calling = False
+        tool_call_start_tokens = tool_call_end_tokens = None
+        think_start, think_end, think_start_tokens, think_end_tokens = "a", "b", (1,), (2,)
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [*([0] if add_special_tokens else []), *map(ord, text)]
+
+        def decode(self, tokens: list[int]) -> str:
+            return "x"
+
+    limit = ThinkingLimit.after(Adding(), [1], ChatSettings(thinking_budget=0, thinking_closing="no"))
+    assert limit is not None
+    assert limit._closing == (ord("n"), ord("o"))

@@ -14,9 +14,11 @@ import numpy as np
 import ollama
 import pytest
 from serving import SOURCE, Running, check_error, running, running_models
-from test_models import model, states
+from test_models import model, states, three
 
+from mlx_kv import PromptStore
 from mlx_kv.generation.embedding import EmbeddingCard
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.served import Served
 
 TEXTS = ["import os", "def main():\n    return 3", SOURCE[:700], "x"]
@@ -128,3 +130,42 @@ def test_a_model_without_hidden_states_is_refused_in_a_line(server: Running, mon
     assert error["message"] == "reference has no embeddings: llama has no output head that could be found"
     monkeypatch.undo()
     assert server.post("/v1/embeddings", input="x").status_code == 200
+
+
+def test_weights_that_cannot_be_read_and_models_beside(monkeypatch: Any) -> None:
+    models = three()
+    with running_models(models) as server:
+
+        def broken(nbytes: int) -> None:
+            raise OSError("the file is gone")
+
+        monkeypatch.setattr(models[1].weights[0], "read", broken)
+        answer = server.post("/v1/embeddings", model="other", input="x")
+        assert "the file is gone" in check_error(answer, 503)["message"]
+        monkeypatch.undo()
+        # One embeds, and the other two do not fit beside it: they wait.
+        with ThreadPoolExecutor(3) as pool:
+            texts = [SOURCE[start : start + 600] for start in range(0, 3_000, 60)]
+            one = pool.submit(server.post, "/v1/embeddings", model="reference", input=texts)
+            server.wait_until(lambda: bool(server.worker._embedding))
+            other = pool.submit(server.complete, SOURCE[:200], 4, model="other")
+            third = pool.submit(server.post, "/v1/embeddings", model="other", input="x")
+            assert one.result().status_code == third.result().status_code == 200
+            assert other.result()
+        assert server.rows.engine._pace is None or server.rows.engine._pace.engines == 1
+
+
+def test_the_server_ends_while_texts_are_embedded(tmp_path: Path) -> None:
+    """Those who wait get an error, and prompts are stored all the same."""
+    with running(open_store=lambda models: PromptStore(tmp_path)) as server:
+        server.complete(SOURCE[:900], 4)
+        texts = [SOURCE[start : start + 2_000] for start in range(400)]
+        vectors = server.worker.embed(server.worker.default, [[1] * 900 for _ in texts])
+        hung_up = server.worker.embed(server.worker.default, [[1] * 900 for _ in texts])
+        hung_up.cancel()
+        server.wait_until(lambda: len(server.worker._embedding) == 2)
+        assert server.worker.stop(30)
+        assert server.worker.failure is None
+        with pytest.raises(ApiError):
+            vectors.result(0)
+    assert list(tmp_path.iterdir())

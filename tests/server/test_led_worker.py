@@ -109,3 +109,11 @@ def test_a_worker_that_has_lost_a_rank_leaves_the_limit_of_freed_memory(
             worker._thread.join(20)
             assert (worker.alive, worker.failure) == (False, "rank 1 is gone")
     assert ended == ([] if lost else [worker])
+
+
+def test_weights_of_several_machines_stay(reference: Any) -> None:
+    """What is read again in their place would be the whole model's."""
+    with leading(reference, CachePolicy()) as (worker, _, _):
+        assert "several machines" in str(worker.call(lambda: worker.unload(worker.default)).result(20))
+        worker.keep_alive(worker.default, 0.0)
+        assert worker.default.idle.seconds is None

@@ -40,6 +40,7 @@ def model(
     bundled: str = "",
     networks: dict[str, Any] | None = None,
     open_store: Callable[[Models], PromptStore] | None = None,
+    draft: bool = False,
     **options: Any,
 ) -> Served:
     """A bundled model whose weights are read with its first request."""
@@ -48,11 +49,15 @@ def model(
     def models() -> Models:
         if path not in known:
             known[path] = load(path, lazy=True)
-        return Models(*known[path])
+        return Models(*known[path], load(model_path("draft"), lazy=True)[0] if draft else None)
 
     settings = WorkerSettings(policy or CachePolicy(), 4, prompt_memory_bytes=PLENTY, memory_limit=limit)
     settings = WorkerSettings(**{**vars(settings), "open_store": open_store})
-    release = lambda network: release_weights(network, lambda: load(path, lazy=True)[0])  # noqa: E731
+
+    def release(network: Any) -> None:
+        own = path if known and network is known[path][0] else model_path("draft")
+        release_weights(network, lambda: load(own, lazy=True)[0])
+
     return Served(name, models, settings, release=release, lazy=True, **options)
 
 
@@ -145,9 +150,11 @@ def test_a_model_that_is_pinned_stays_and_what_does_not_fit_beside_it_is_refused
         assert "reference (16 MB, pinned)" in message
         assert ask(server, "reference")
         assert check_error(server.post("/models/load", model="other"), 503)["code"] == "model_not_changed"
-        assert server.post("/api/chat", model="reference", messages=[], keep_alive=0).status_code == 200
-        assert ask(server, "reference")
-        assert server.worker.default.pinned
+        assert "is pinned" in server.post("/api/chat", model="reference", messages=[], keep_alive=0).text
+        assert check_error(server.post("/models/unload", model="reference"), 503)["code"] == "model_not_changed"
+        assert states(server) == {"reference": "loaded", "other": "unloaded"}
+        assert server.post("/api/generate", model="other", prompt="", keep_alive=-1).status_code == 503
+        assert ask(server, "reference")  # what could not be loaded is not pinned
 
 
 def test_models_are_loaded_and_unloaded_on_demand() -> None:
@@ -246,6 +253,52 @@ def test_tokens_come_while_another_model_is_read(several: Running, monkeypatch: 
         assert weights.loaded
         assert several.metrics.total("generated_tokens") > before + 4  # one token for each piece
         assert long.result()
+
+
+def test_a_model_whose_drafter_alone_is_in_memory_is_loaded_anew(alone: dict[str, str]) -> None:
+    """Weights of a draft model are freed by themselves; nothing is being read then."""
+    plain, drafted = model("reference", LIMIT), model("drafted", LIMIT, bundled="reference", draft=True)
+    with running_models([plain, drafted, model("other", LIMIT, **OTHER)]) as server:
+        said = ask(server, "drafted")
+        assert ask(server, "other")
+        assert [each.held for each in drafted.weights].count(True) <= 1
+        assert not server.worker._reading
+        assert ask(server, "reference") == alone["reference"]
+        assert ask(server, "drafted") == said
+
+
+def test_timers_begin_with_a_load() -> None:
+    with running_models([model("reference"), model("draft")]) as server:
+        for _ in range(2):
+            answer = server.post("/api/generate", model="draft", prompt="", keep_alive=0.6).json()
+            assert answer["done_reason"] == "load"
+            server.wait_until(lambda: states(server)["draft"] == "loaded")
+            time.sleep(0.1)
+            assert states(server)["draft"] == "loaded"
+            server.wait_until(lambda: states(server)["draft"] == "unloaded")
+            time.sleep(0.7)
+        assert "longer than a year" in server.post("/api/generate", model="draft", prompt="", keep_alive=1e10).text
+        assert server.post("/api/generate", model="draft", prompt="", keep_alive="99999999h").status_code == 200
+        assert server.http.get("/api/ps").status_code == 200
+        assert server.metrics.total("engine_failures") == 0
+
+
+def test_a_failure_ends_rows_of_its_own_model_alone(
+    several: Running, alone: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(ask, several, "reference", PROMPT, 200)
+        several.wait_until(lambda: bool(several.rows.decoding))
+        rows = several.worker.served[2].rows
+
+        def broken(*arguments: Any) -> bool:
+            monkeypatch.undo()
+            raise KeyError("rows")
+
+        monkeypatch.setattr(rows, "outgrow", broken)
+        check_error(several.post(model="draft", prompt=PROMPT, max_tokens=20), 500)
+        assert ask(several, "draft") == alone["draft"]
+        assert good.result().startswith(alone["reference"])
 
 
 def test_random_requests_for_models_that_do_not_fit_together(alone: dict[str, str]) -> None:

@@ -115,6 +115,8 @@ def test_the_server_has_a_limit_and_drafts_change_nothing() -> None:
             answer = server.post(CHAT, messages=ASK, max_tokens=80).json()
             assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
             said.append(answer["choices"][0]["message"])
+            most = server.post(CHAT, messages=ASK, max_tokens=80, reasoning_effort="max").json()
+            assert most["usage"]["completion_tokens_details"]["reasoning_tokens"] == 80
             mine = server.post(CHAT, messages=ASK, max_tokens=80, thinking_budget=3).json()
             assert mine["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
     assert said[0] == said[1]

@@ -24,6 +24,7 @@ from mlx_kv.server.worker import Worker
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h|)")
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+MAX_SECONDS = 365 * 86_400.0
 VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
 # Options that are fields of OpenAI's API or of mlx_lm.server by the same name.
 SAME = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop"}
@@ -84,12 +85,14 @@ def _format(value: Any) -> Any:
 def _seconds(value: Any) -> Any:
     """Seconds of a duration as Ollama takes it: a number, or as in 5m, 1h30m, 500ms."""
     if not isinstance(value, str):
+        if isinstance(value, int | float) and not -MAX_SECONDS <= value <= MAX_SECONDS:
+            raise FieldError("is longer than a year: send fewer seconds, or -1")
         return value
     parts = DURATION.findall(value)
     if not parts or "".join(map("".join, parts)) != value.removeprefix("-"):
         raise FieldError('is not a duration: send seconds, or as in "5m"')
     seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
-    return -seconds if value.startswith("-") else seconds
+    return -seconds if value.startswith("-") else min(seconds, MAX_SECONDS)
 
 
 KeepAlive = Annotated[float | None, BeforeValidator(_seconds)]
@@ -335,7 +338,7 @@ class OllamaRoutes:
 
     def _running(self, served: Served) -> dict[str, Any]:
         until, size = served.expires_at, weight_bytes(served.models.model)
-        at = FOREVER if until is None else rfc3339(datetime.fromtimestamp(until, UTC))
+        at = FOREVER if until is None else rfc3339(datetime.fromtimestamp(min(until, time.time() + MAX_SECONDS), UTC))
         return self._entry(served, served.names.name) | {"size_vram": size, "expires_at": at}
 
     async def version(self, request: Request) -> Response:
