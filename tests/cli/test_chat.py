@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reasoning_server import thinker
+from thinking_models import thinker
 from transformers.utils import logging as transformers_logging
 
 import mlx_kv

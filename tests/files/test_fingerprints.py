@@ -132,6 +132,7 @@ def test_whatever_fails_in_the_server_costs_a_prompt_its_time_and_no_more(
     memory = broken if which != "store" else PromptMemory()
     store = broken if which != "memory" else PromptStore(tmp_path)
     prompts = TieredPrefixes(memory, store, lambda: None, lambda: "mine")
+    prompts.bind()
     caches = read(None).caches
     with caplog.at_level(logging.WARNING):
         prompts.keep(TOKENS[:199], caches)

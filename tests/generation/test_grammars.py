@@ -158,6 +158,7 @@ def of_a_thinker(prompt: list[int], calls: bool = False, beginning: str = "") ->
         rfind_think_end=lambda tokens: rfind(tokens, END),
         has_tool_calling=True,
         tool_call_start_tokens=CALL,
+        tool_call_end_tokens=(),
         decode=lambda tokens: "".join(" " if token == 9 else "x" for token in tokens),
     )
     return LeadIn.after(tokenizer, prompt, calls, beginning)

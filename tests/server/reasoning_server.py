@@ -9,15 +9,13 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from serving import Running, running
+from thinking_models import TEMPLATE, with_thinking
 
 from mlx_kv.server.output import Choice, Delta
 
 if TYPE_CHECKING:
     import anthropic
 
-TEMPLATE = r"""{%- for message in messages %}{{ message.role }}: {{ message.reasoning }}{{ message.content }}
-{%- for call in message.tool_calls or [] %} {{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
-{{- "\n" }}{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}assistant:{% endif %}"""
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "cache.py"}}</tool_call>'
 NO_ANTHROPIC = "its client is in the extra dev: make test-all"
 TOOL: dict[str, Any] = {"type": "object", "properties": {"at": {"type": "string"}}}
@@ -28,24 +26,6 @@ def changed_tokenizer(tokenizer: Any) -> TokenizerWrapper:
     tokenizer._tokenizer.chat_template = TEMPLATE
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     return with_thinking(TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks))
-
-
-def with_thinking(changed: TokenizerWrapper) -> TokenizerWrapper:
-    """The tokenizer, which is told the marks of reasoning: its vocabulary has none."""
-    for name, mark in (("start", "<think>"), ("end", "</think>")):
-        ids = tuple(changed.encode(mark, add_special_tokens=False))
-        object.__setattr__(changed, f"_think_{name}", mark)
-        object.__setattr__(changed, f"_think_{name}_tokens", ids)
-    return changed
-
-
-def thinker(tokenizer: Any) -> Any:
-    """A model whose answers begin within thinking, which it never ends by itself."""
-    changed = with_thinking(tokenizer)
-    changed._tokenizer.chat_template = TEMPLATE.replace("assistant:{%", "assistant:<think>{%")
-    changed.chat_template = changed._tokenizer.chat_template
-    object.__setattr__(changed, "has_chat_template", True)
-    return changed
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import numpy as np
 import ollama
 import pytest
 from serving import SOURCE, Running, check_error, running, running_models
-from test_models import model, states, three
+from test_several_models import model, states, three
 
 from mlx_kv import PromptStore
 from mlx_kv.generation.embedding import EmbeddingCard

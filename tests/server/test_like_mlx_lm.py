@@ -15,8 +15,8 @@ import pytest
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.server import APIHandler, CompletionRequest, GenerationContext, Response
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from reasoning_server import with_thinking
 from serving import Running
+from thinking_models import with_thinking
 
 from mlx_kv.server.output import ChatOutputParser, Choice, Job, OutputChunk
 

@@ -77,6 +77,7 @@ class Harness:
         settings = WorkerSettings(self.policy, 4, 128, prompt_memory_bytes=2**26 if self.keeps else 0)
         monitor, limit = Monitor(), MemoryLimit()
         self.rows = Rows(self.models, settings, self.policy, monitor, lambda: None, self.deliver, limit)
+        self.rows.prefixes.bind()
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from reasoning_server import thinker
 from serving import Running, check_error, running
+from thinking_models import thinker
 
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server.api import Limits
