@@ -505,7 +505,8 @@ def read_tables(first: ModelSetup) -> list[ModelSetup]:
         with table_model.make_context(f"[models.{name}]", [], default_map=common | values) as own:
             setup = table_model.invoke(own)(name)
         ttl = first.table.ttl if setup.table.ttl is None else setup.table.ttl
-        setups.append(replace(setup, table=replace(setup.table, ttl=ttl)))
+        lazily = replace(setup.model, lazy_load=first.model.lazy_load)
+        setups.append(replace(setup, model=lazily, table=replace(setup.table, ttl=ttl)))
     return setups
 
 

@@ -88,11 +88,6 @@ class Embedder:
         caches = self._caches()
         self._shares = all(is_ours(cache) and isinstance(cache.layout, Append) for cache in caches)
 
-    @property
-    def width(self) -> int:
-        """Numbers of an embedding."""
-        return self._tap.width
-
     def _caches(self) -> list[Any]:
         return make_prompt_cache(self._model, CachePolicy(), strict=False)
 
@@ -113,26 +108,23 @@ class Embedder:
         """
         chosen, shared = pooling or self.card.pooling, self._shared(texts)
         reading = _Reading(self._tap, chosen, most, passed)
-        prefix = self._caches() if shared else None
-        beginning = yield from reading.read([texts[0][:shared]], prefix) if shared else _nothing()
+        prefix, beginning = None, None
+        if shared:
+            prefix = self._caches()
+            beginning = yield from reading.read([texts[0][:shared]], prefix)
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         found: dict[int, mx.array] = {}
         while order:
-            longest = len(texts[order[-1]]) - shared
-            rows = max(1, min(len(order), most() // longest))
+            longest, room, caches = len(texts[order[-1]]) - shared, most(), None
+            rows = max(1, min(len(order), room // longest))
             if prefix is not None:
                 copy = sum(cache.nbytes for cache in prefix) * (shared + longest) // shared
                 rows = max(1, min(rows, COPIED_BYTES // max(1, copy)))
-            batch, order = order[-rows:], order[:-rows]
-            caches = None
-            if prefix is not None:
                 caches = [cache.merge([cache] * rows) for cache in prefix]
-            elif rows * longest > most():
-                caches = [cache.merge([cache] * rows) for cache in self._caches()] if self._shares else self._caches()
-            some = [texts[number][shared:] for number in batch]
-            if caches is not None and not self._shares and rows > 1:  # caches of other kinds, one row at a time
-                order, batch, some = order + batch[1:], batch[:1], some[:1]
-            states = yield from reading.read(some, caches)
+            elif longest > room:  # a single row, chunk by chunk
+                caches = self._caches()
+            batch, order = order[-rows:], order[:-rows]
+            states = yield from reading.read([texts[number][shared:] for number in batch], caches)
             states = states if beginning is None else _joined(chosen, beginning, states)
             if chosen == "mean":
                 states = states / mx.array([len(texts[number]) for number in batch])[:, None]
@@ -187,10 +179,6 @@ class _Reading:
             first = last
             yield
         return total
-
-
-def _nothing() -> Generator[None, None, None]:
-    yield from ()
 
 
 def _joined(pooling: Pooling, beginning: mx.array, states: mx.array) -> mx.array:

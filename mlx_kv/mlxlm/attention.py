@@ -96,6 +96,11 @@ class AttentionPatch:
         return self
 
 
+def use_backend(model: nn.Module, backend: Hook) -> None:
+    """Attention of a model's layers is computed by a backend, for as long as the model lives."""
+    weakref.finalize(model, AttentionPatch(model, backend=backend).close).atexit = False
+
+
 @contextlib.contextmanager
 def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: Hook | None) -> Iterator[None]:
     """Passes the attention over these caches, ours or mlx-lm's, to a hook inside a `with` block.

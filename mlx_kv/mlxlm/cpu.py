@@ -23,7 +23,7 @@ from mlx_lm.models import activations
 from mlx_kv.cache.attention import MAX_X, Dense, PackedAttention, attend, exponential
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.cache.protocol import AttentionCall
-from mlx_kv.mlxlm.attention import AttentionPatch, Changes, modules_with
+from mlx_kv.mlxlm.attention import Changes, modules_with, use_backend
 
 # Below these sizes MLX's one operation costs less than several.
 MIN_SCORES = 2**15  # of a call of attention
@@ -68,7 +68,7 @@ class CpuAttention:
 def use_cpu_attention(model: nn.Module) -> None:
     """On a CPU, attention of this model's layers is computed here, for as long as the model lives."""
     if slow_exponential("MLX_KV_ATTENTION"):
-        weakref.finalize(model, AttentionPatch(model, backend=CpuAttention()).close).atexit = False
+        use_backend(model, CpuAttention())
 
 
 @mx.compile

@@ -7,14 +7,12 @@ of `mlx_kv.load` lives.
 
 from __future__ import annotations
 
-import weakref
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.codecs import takes_slices
 from mlx_kv.cache.protocol import AttentionCall
-from mlx_kv.mlxlm.attention import AttentionPatch
+from mlx_kv.mlxlm.attention import use_backend
 from mlx_kv.mlxlm.traverse import parts_of
 
 
@@ -33,4 +31,4 @@ class CudaAttention:
 def use_cuda_attention(model: nn.Module) -> None:
     """On CUDA, attention over quantised caches of this model is computed here, for as long as the model lives."""
     if not takes_slices():
-        weakref.finalize(model, AttentionPatch(model, backend=CudaAttention()).close).atexit = False
+        use_backend(model, CudaAttention())

@@ -34,6 +34,7 @@ from mlx_kv.server.json_http import (
     read_body,
     without_panic,
 )
+from mlx_kv.server.memory import MemoryLimit
 from mlx_kv.server.output import (
     ChatOutputParser,
     Choice,
@@ -297,6 +298,13 @@ class ModelReader:
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
+    def limit(self) -> MemoryLimit:
+        """The limit for its rows. Raises ApiError, 503, if its weights do not fit beside those that stay."""
+        limit = self._worker.limit_of(self.served)
+        if (limit.for_rows or 0) < 0:
+            raise ApiError(503, self._worker.shortage(self.served), "model", "model_too_large", {"Retry-After": "60"})
+        return limit
+
     def encode_texts(self, request: EmbeddingRequest) -> list[list[int]]:
         """Token ids of texts to be embedded, with the model's instruction for their kind and its end token.
 
@@ -397,10 +405,8 @@ class ModelReader:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        limit, expected = self._worker.limit_of(self.served), min(max_tokens, FIRST_EXPECTED)
-        if (limit.for_rows or 0) < 0:
-            raise ApiError(503, self._worker.shortage(self.served), None, "model_too_large", {"Retry-After": "60"})
-        if refusal := limit.refusal(self.served.plan, len(tokens), expected):
+        expected = min(max_tokens, FIRST_EXPECTED)
+        if refusal := self.limit().refusal(self.served.plan, len(tokens), expected):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
         vocabulary = self.served.vocabulary
         if request.sampling.logit_bias and (largest := max(request.sampling.biases)) >= vocabulary:
@@ -525,8 +531,7 @@ class RequestHandler:
         served, name = reader.served, reader.served.names.name
         if self._worker.group is not None:
             raise ApiError(400, "several machines have parts of the model, and no embeddings: use one", "model")
-        if (self._worker.limit_of(served).for_rows or 0) < 0:
-            raise ApiError(503, self._worker.shortage(served), "model", "model_too_large", {"Retry-After": "60"})
+        reader.limit()
         self._admission.admit()
         try:
             encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode_texts(request))

@@ -274,7 +274,7 @@ class ModelTable:
     """The models of a server by their names in requests.
 
     Args:
-        strict: whether the only model answers requests for others' names, too.
+        strict: whether names of other models are refused, also where there is only one.
     """
 
     def __init__(self, served: Sequence[Served], strict: bool = False) -> None:

@@ -572,7 +572,7 @@ class Worker:
         idle = not self._waiting and not self._active
         self._free_idle()
         if self.monitor.due(idle):
-            decoding, reading, drafts = [], [], []
+            decoding, reading = [], []
             for served in self._active:
                 self._current, rows = served, served.rows
                 rows.update_progress()

@@ -129,3 +129,16 @@ def test_cards_say_how(tmp_path: Path) -> None:
     model = make_model("llama")
     by_card = vectors(Embedder(model, EmbeddingCard("mean")), [[1, 2, 3]], None)[0]
     assert float(mx.abs(by_card - reference(model, [1, 2, 3], "mean")).max()) < 1e-5
+
+
+def test_no_pass_is_longer_and_no_copies_take_more_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder, read = Embedder(make_model("llama")), list[int]()
+    for _ in embedder.embed([words(1, 50), words(2, 3)], "last", lambda: 30, lambda tokens, _: read.append(tokens)):
+        pass
+    assert read == [30, 20, 3]
+    read.clear()
+    monkeypatch.setattr(embedding, "COPIED_BYTES", 1)
+    texts = [[*words(1, 70), *words(seed, 10)] for seed in range(2, 6)]
+    for _ in embedder.embed(texts, "last", lambda: 1_000, lambda tokens, _: read.append(tokens)):
+        pass
+    assert read == [70, 10, 10, 10, 10]

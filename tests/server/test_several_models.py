@@ -411,6 +411,7 @@ def test_models_of_a_configuration_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (coder.sampling.temperature, small.sampling.temperature) == (0.5, None)
     assert (coder.drafts.drafter, small.drafts.drafter) == (None, "ngram")
     assert small.table.chat_template_args == {"enable_thinking": False}
+    assert all(each.model.lazy_load for each in setups(monkeypatch, "--config", str(file), "--lazy-load"))
     assert [each.name for each in setups(monkeypatch, "--config", str(file), "--model", "recall")] == [
         *("recall", "coder", "small")
     ]

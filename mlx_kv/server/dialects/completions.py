@@ -58,7 +58,8 @@ class OpenAIFields(requests.GenerationBody):
         return request
 
 
-def _prompt_list(value: Any) -> Any:
+def prompt_list(value: Any) -> Any:
+    """One prompt as a list of one."""
     several = isinstance(value, list) and value and isinstance(value[0], str | list)
     return value if several else [value]
 
@@ -69,7 +70,7 @@ class CompletionBody(OpenAIFields):
     prompt: Annotated[
         list[Annotated[Text | Tokens, Field(union_mode="left_to_right")]],
         Field(max_length=MAX_PROMPTS, fail_fast=True, description="a text, token ids, or up to 1,024 of these"),
-        BeforeValidator(_prompt_list),
+        BeforeValidator(prompt_list),
     ]
     echo: bool = False
     # The number of likeliest tokens, or a boolean as in a chat.

@@ -9,22 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_kv.generation.embedding import Pooling
-from mlx_kv.server.dialects.completions import Tokens
+from mlx_kv.server.dialects.completions import Tokens, prompt_list
 from mlx_kv.server.dialects.ollama import KeepAlive, nanoseconds
 from mlx_kv.server.requests import Body, EmbeddingRequest, RequestRules, Text, Vectors
 
 MAX_INPUTS, MAX_DIMENSIONS = 2_048, 2**20
 
 
-def _inputs(value: Any) -> Any:
-    several = isinstance(value, list) and value and isinstance(value[0], str | list)
-    return value if several else [value]
-
-
 Inputs = Annotated[
     list[Annotated[Text | Tokens, Field(union_mode="left_to_right")]],
     Field(max_length=MAX_INPUTS, fail_fast=True, description="a text, token ids, or up to 2,048 of these"),
-    BeforeValidator(_inputs),
+    BeforeValidator(prompt_list),
 ]
 Dimensions = Annotated[int | None, Field(ge=1, le=MAX_DIMENSIONS)]
 
