@@ -62,7 +62,7 @@ def test_weights_that_cannot_be_let_go_stay(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft model"])
 def test_a_server_lets_go_and_goes_on(draft: bool) -> None:
-    with running(draft=draft, idle_seconds=0.3, prompt_memory_bytes=2**24) as server:
+    with running(draft=draft, idle_seconds=1.5, prompt_memory_bytes=2**24) as server:
         wanted = server.complete(SOURCE[:400], 30)
         held = mx.get_active_memory()
         server.wait_until(lambda: mx.get_active_memory() < held - WEIGHTS)

@@ -268,15 +268,22 @@ def test_a_model_whose_drafter_alone_is_in_memory_is_loaded_anew(alone: dict[str
 
 
 def test_timers_begin_with_a_load() -> None:
-    with running_models([model("reference"), model("draft")]) as server:
+    seconds = [0.0]
+    with running_models([model(name, clock=lambda: seconds[0]) for name in ("reference", "draft")]) as server:
+
+        def wait(more: float) -> str:
+            seconds[0] += more
+            for _ in range(5):  # turns of its loop, of which some see the time
+                server.in_worker(lambda: None)
+            return states(server)["draft"]
+
         for _ in range(2):
-            answer = server.post("/api/generate", model="draft", prompt="", keep_alive=0.6).json()
+            answer = server.post("/api/generate", model="draft", prompt="", keep_alive=60).json()
             assert answer["done_reason"] == "load"
-            server.wait_until(lambda: states(server)["draft"] == "loaded")
-            time.sleep(0.1)
-            assert states(server)["draft"] == "loaded"
-            server.wait_until(lambda: states(server)["draft"] == "unloaded")
-            time.sleep(0.7)
+            assert [wait(0), wait(59)] == ["loaded", "loaded"]
+            seconds[0] += 2
+            server.wait_until(lambda: wait(0) == "unloaded")
+            assert wait(70) == "unloaded"
         assert "longer than a year" in server.post("/api/generate", model="draft", prompt="", keep_alive=1e10).text
         assert server.post("/api/generate", model="draft", prompt="", keep_alive="99999999h").status_code == 200
         assert server.http.get("/api/ps").status_code == 200
