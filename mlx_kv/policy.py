@@ -44,6 +44,7 @@ FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation"
 BOUNDS = ("max_kv_size", "budget", "sinks", *FOR_BUDGETS)
 ALIASES = {"allocation": "layers", "residual": "residual_length"}  # for calls; stored under the second name
 CALIBRATED = "calibrated"
+OF_LAYERS = ("score", "share", "layers", "calibration")  # which depend on the layers of one model
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,16 @@ class CachePolicy(PolicySettings):
         """This policy with the codecs of one of a model's caches; ValueError for codecs of another model."""
         own = of_cache(self.codecs, number)
         return self if own == self.codecs else replace(self, bits=None, codec=own)
+
+    def beside_model(self, max_rollback: int) -> CachePolicy:
+        """This policy for a layer that is not one of the model's, such as a head that drafts.
+
+        Without what is measured of, or said for, each layer of the model.
+        """
+        own = {name: value for name, value in self.settings().items() if name not in OF_LAYERS}
+        if (codecs := of_cache(self.codecs, 0)) != self.codecs:
+            own |= {"bits": None, "codec": codecs}
+        return CachePolicy(**own | {"reserve": 0, "max_rollback": max(self.max_rollback, max_rollback)})
 
     def unbounded(self) -> CachePolicy:
         """This policy without a budget or max_kv_size."""

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.cache.segments import can_evict_later
+from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import needs_second_pass, read_chunk
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation.drafters import Drafter
@@ -62,8 +64,7 @@ class Admission:
     """Rows whose prompts are being read.
 
     Args:
-        model: reads tokens (B, n) into caches.
-        layers: number of the model's caches of a row; the others are the drafter's.
+        target: the model, which reads tokens (B, n) into caches; the other caches of a row are the drafter's.
         drafter: reads the same prompts; None if there is none.
         batched: whether a row alone becomes a batch of one; else its caches are used as they are.
         by_class: prepares the model's caches of a row for a batch.
@@ -71,13 +72,12 @@ class Admission:
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        layers: int,
+        target: DecodeBatch,
         drafter: Drafter | None,
         batched: bool,
         by_class: Callable[[list[Any]], list[Any]],
     ) -> None:
-        self._model, self._layers, self._drafter = model, layers, drafter
+        self._target, self._layers, self._drafter = target, target.layers, drafter
         self._batched, self._by_class = batched, by_class
         self.rows: list[PendingRow] = []
         self.caches: list[Any] = []  # the model's, of all these rows
@@ -114,12 +114,26 @@ class Admission:
         ]
         if not any(pieces):
             return 0
-        read_chunk(self._model, self.caches, pieces, pad, wait)
+        read_chunk(self._target.forward, self.caches, pieces, pad, wait)
+        states = self._states_before(pieces)
         if self._drafter is not None and self._drafter_caches:
-            self._drafter.read(pieces, self._drafter_caches)
+            self._drafter.read(pieces, self._drafter_caches, *states)
         for row, piece in zip(self.rows, pieces, strict=True):
             row.read += len(piece)
         return sum(map(len, pieces))
+
+    def _states_before(self, pieces: Sequence[Sequence[int]]) -> list[mx.array]:
+        """The state before each token of the pieces that were just read, (B, n, width), if the drafter reads it."""
+        states = self._target.states
+        if states is None:
+            return []
+        none = mx.zeros(states.shape[2:], states.dtype)
+        rows = [row.sequence for row in self.rows]
+        first = mx.stack([none if row.state is None else row.state for row in rows])[:, None]
+        for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+            if piece:
+                row.state = states[number, len(piece) - 1]
+        return [mx.concatenate([first, states[:, :-1]], axis=1)]
 
     def keep_prefixes(self, wait: bool) -> None:
         """Gives copies of what was read to the sequences that keep it: after some chunks, and at the end."""
@@ -341,7 +355,7 @@ def continue_from(sequence: TokenSequence, tokens: int, extracted: list[Any] | N
     if extracted is not None and trim_all(extracted, tokens_of(extracted) - tokens):
         text = [*sequence.before, *sequence.tokens]
         sequence.caches = extracted
-        sequence.before, sequence.tokens = text[:tokens], text[tokens:]
+        sequence.before, sequence.tokens, sequence.state = text[:tokens], text[tokens:], None
 
 
 def share(source: Source) -> None:

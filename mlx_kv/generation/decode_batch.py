@@ -22,6 +22,7 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.prefill import announce, check_local, prefill_step, read_ragged
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.recurrent import is_recurrent, mark_last, with_checkpoints
+from mlx_kv.mlxlm.taps import HiddenTap
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_all, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
@@ -40,6 +41,8 @@ class DecodeBatch:
         layers: how many caches a row has.
         pending: of each row, the tokens that the model has yet to read.
         embeddings: (n, hidden size) of the next n tokens that a single row reads; None for the model's own.
+        tap: brings the hidden states of passes; None for none.
+        states: (B, n, width) of the last pass, with a tap; of `verify`, where the logits are that it returns.
         replays: whether a row of which a token was wrong reads the pass again: a layer is recurrent.
 
     Raises:
@@ -70,6 +73,8 @@ class DecodeBatch:
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
         self.layers = len(self._empty)
         self.embeddings: mx.array | None = None
+        self.tap: HiddenTap | None = None
+        self.states: mx.array | None = None
         self._evicts = self._gathers = False
         if self._drafts:
             self._empty = with_checkpoints(self._empty, *self._limits)
@@ -116,7 +121,10 @@ class DecodeBatch:
         options, count = {}, tokens.shape[1]
         if self.embeddings is not None and self.embeddings.shape[0]:
             options, self.embeddings = {"input_embeddings": self.embeddings[None, :count]}, self.embeddings[count:]
-        logits: mx.array = self.model(tokens, cache=cache, **options)
+        if self.tap is not None:
+            logits, self.states = self.tap(tokens, cache=cache, **options)
+        else:
+            logits = self.model(tokens, cache=cache, **options)
         return logits
 
     def read(self, rows: Sequence[Sequence[int]]) -> mx.array:
@@ -144,10 +152,16 @@ class DecodeBatch:
         self._read_to_compaction()
         logits = self.read([[*pending, *row] for pending, row in zip(self.pending, drafted, strict=True)])
         first, count = [len(pending) - 1 for pending in self.pending], max(self._drafted) + 1
-        if len(set(first)) == 1:
-            return logits[:, first[0] : first[0] + count]
-        places = mx.minimum(mx.array(first)[:, None] + mx.arange(count), logits.shape[1] - 1)
-        return mx.take_along_axis(logits, places[..., None], axis=1)
+
+        def from_last(x: mx.array) -> mx.array:
+            if len(set(first)) == 1:
+                return x[:, first[0] : first[0] + count]
+            places = mx.minimum(mx.array(first)[:, None] + mx.arange(count), x.shape[1] - 1)
+            return mx.take_along_axis(x, places[..., None], axis=1)
+
+        if self.states is not None:
+            self.states = from_last(self.states)
+        return from_last(logits)
 
     def _max_to_read(self) -> list[int] | None:
         """How many tokens a pass can read of each row, so that evictions come when they would token by token.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,9 +30,22 @@ from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.recurrent import lacks_state
+from mlx_kv.mlxlm.taps import HiddenTap
 from mlx_kv.policy import CachePolicy
 
 Chooser: TypeAlias = Callable[[mx.array, int], mx.array]  # of log-probabilities (B, V) and places ahead, tokens (B,)
+
+
+class Launched(NamedTuple):
+    """A pass that may be on its way: tokens (B,), log-probabilities (B, V), and states (B, 1, width) with a tap."""
+
+    tokens: mx.array
+    logprobs: mx.array
+    states: mx.array | None
+
+    def rows(self, rows: mx.array) -> Launched:
+        """These alone."""
+        return Launched(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
 
 
 class Decoder:
@@ -63,14 +76,16 @@ class Decoder:
         self.target = DecodeBatch(model, policy, draft_tokens, communicator=communicator)
         self.step_size, self.chunk = communicator.all_min([self.target.step_size, chunk_for(model)])
         if drafter is not None:
+            if drafter.hidden is not None:
+                self.target.tap = HiddenTap(model, drafter.hidden)
             self._vocabulary = vocabulary_of(model)
             self.step_size = min(self.step_size, drafter.step_size or self.step_size)
             self.pace = Pace(draft_tokens, not drafter.proposals_cost, fixed, self.target.replays)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
         self._contexts = RowContexts()
-        # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
-        # Rows that joined since come after them; the token that they read next is pending.
-        self._ahead: tuple[mx.array, mx.array] | None = None
+        # Of all rows, a pass that is on its way: nothing is pending then. Rows that joined since come after them; the
+        # token that they read next is pending.
+        self._ahead: Launched | None = None
         self._undelivered: list[list[Emitted]] | None = None  # to be emitted next, without a pass
         self.drafted: list[int] = []  # tokens of each row in the last round
         self._launched_two: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
@@ -87,14 +102,16 @@ class Decoder:
         """The model and the drafter read tokens (1, n) into such caches."""
         layers = self.target.layers
         attach_attention_hooks(self.target.model, cache[:layers])
-        self.target.model(tokens, cache=cache[:layers])
+        self.target.forward(tokens, cache[:layers])
         if self.drafter is not None and cache[layers:]:
             rows: Any = tokens.tolist()
-            self.drafter.read(rows, cache[layers:])
+            states = self.target.states
+            before = [] if states is None else [mx.concatenate([mx.zeros_like(states[:, :1]), states[:, :-1]], axis=1)]
+            self.drafter.read(rows, cache[layers:], *before)
 
     def admission(self, batched: bool, by_class: Callable[[list[Any]], list[Any]] = list) -> Admission:
         """Reads the prompts of rows to come; the arguments are those of `Admission`."""
-        return Admission(self.target.forward, self.target.layers, self.drafter, batched, by_class)
+        return Admission(self.target, self.drafter, batched, by_class)
 
     def beginnings(self, step: int) -> Beginnings:
         """How rows continue from others, in all processes of the model.
@@ -136,7 +153,7 @@ class Decoder:
         pending = [items[-1].token if items else row.tokens[-1] for items, row in zip(first, sequences, strict=True)]
         self.target.join(caches, [[token] for token in pending])
         if self.drafter is not None:
-            self.drafter.join(texts, drafter_caches)
+            self.drafter.join(texts, drafter_caches, *self._last_states(sequences))
             if private := [number for number, row in enumerate(sequences, len(self.samplers)) if row.private]:
                 self.drafter.keep_private(private)
             self.pace.join(len(sequences))
@@ -146,6 +163,13 @@ class Decoder:
         self._contexts.join(contexts)
         if self._undelivered is not None:
             self._undelivered += first
+
+    def _last_states(self, sequences: Sequence[TokenSequence]) -> list[mx.array]:
+        """The state (B, width) of the last token that was read of each, if the drafter reads it."""
+        if self.target.tap is None:
+            return []
+        none = mx.zeros((self.target.tap.width,))
+        return [mx.stack([none if row.state is None else row.state for row in sequences])]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Removes all other rows."""
@@ -158,10 +182,10 @@ class Decoder:
         if self._undelivered is not None:
             self._undelivered = [self._undelivered[row] for row in rows]
         if self._ahead is not None:
-            tokens, logprobs = self._ahead
-            which = [row for row in rows if row < tokens.size]
-            if len(which) < tokens.size:
-                self._ahead = (tokens[mx.array(which)], logprobs[mx.array(which)]) if which else None
+            size = self._ahead.tokens.size
+            which = [row for row in rows if row < size]
+            if len(which) < size:
+                self._ahead = self._ahead.rows(mx.array(which)) if which else None
 
     def extract(self, row: int) -> list[Any] | None:
         """Copies of a row's caches, as of `make_caches`: the model and the drafter have read the same tokens of it.
@@ -208,13 +232,14 @@ class Decoder:
             logprobs = log_probabilities(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
             received = [[*row[:right], chosen] for row, (right, chosen) in zip(drafted, decided, strict=True)]
+            states = self.target.states
             self.target.accepted(received)
             right = [right for right, _ in decided]
             self.pace.record_acceptance([len(row) for row in drafted], right)
         else:
             right = [0] * len(drafted)
-            received, logprobs = self._advance(choice.follow, goes_on)
-        self._record(received)
+            received, logprobs, states = self._advance(choice.follow, goes_on)
+        self._record(received, states)
         self.drafted = [len(row) for row in drafted]
         longest = max(self.drafted)
         seconds = time.perf_counter() - started
@@ -229,8 +254,8 @@ class Decoder:
             emitted, self._undelivered = self._undelivered, None
             self._ahead = self._launch(self._draw, self.target.follow(), [])
             return emitted
-        received, logprobs = self._advance(self._draw, go_on=True)
-        self._record(received)
+        received, logprobs, states = self._advance(self._draw, go_on=True)
+        self._record(received, states)
         return _to_emitted(received, logprobs)
 
     def _draw(self, logprobs: mx.array, ahead: int) -> mx.array:
@@ -275,31 +300,32 @@ class Decoder:
         verifies = self._ahead is None and (length > 0 or self.pace.fixed)
         return drafted if verifies else [[] for _ in drafted], verifies, limit > 1 and length == 0 and not waiting
 
-    def _advance(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array]:
-        """The next token of each row, and log-probabilities (B, 1, V), by a pass that was launched a round ago, or now.
+    def _advance(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array, mx.array | None]:
+        """The next token of each row, by a pass that was launched a round ago, or now; as `_finish`.
 
         Args:
             go_on: whether to launch the next one before.
         """
-        tokens, logprobs = self._ahead or self._launch(choose, self.target.follow(), [])
+        launched = self._ahead or self._launch(choose, self.target.follow(), [])
+        tokens = launched.tokens
         joined = [tokens, *(mx.array(row, tokens.dtype) for row in self.target.pending[tokens.size :])]
         following = tokens if len(joined) == 1 else mx.concatenate(joined)
         self._ahead = self._launch(choose, self.target.follow(following), [tokens]) if go_on else None
-        return self._finish(tokens, logprobs)
+        return self._finish(launched)
 
-    def _finish(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
-        """Waits for a pass; returns its tokens, which become pending if no next one was launched, and (n, 1, V).
+    def _finish(self, launched: Launched) -> tuple[list[list[int]], mx.array, mx.array | None]:
+        """Waits for a pass; returns its tokens, which become pending if no next one was launched, and its arrays.
 
         None of rows that joined behind it.
         """
-        known: Any = tokens.tolist()
+        known: Any = launched.tokens.tolist()
         received, joined = [[token] for token in known], self.target.pending[len(known) :]
         if self._ahead is None:
             self.target.pending = [*received, *joined]
-        return [*received, *([] for _ in joined)], logprobs[:, None]
+        return [*received, *([] for _ in joined)], launched.logprobs[:, None], launched.states
 
-    def _launch(self, choose: Chooser, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
-        """Launches a pass; returns its tokens (B,) and log-probabilities (B, V), which are not waited for.
+    def _launch(self, choose: Chooser, logits: mx.array, unknown: list[mx.array]) -> Launched:
+        """Launches a pass, which is not waited for.
 
         Args:
             unknown: tokens (n,) of passes before it that are on their way, of the first n rows.
@@ -310,14 +336,18 @@ class Decoder:
         logprobs = log_probabilities(self._contexts.after(logits, unknown))
         tokens = choose(logprobs, len(unknown))
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
-        return tokens, logprobs
+        return Launched(tokens, logprobs, self.target.states)
 
-    def _record(self, received: list[list[int]]) -> None:
-        """Records the new tokens of the rows."""
+    def _record(self, received: list[list[int]], states: mx.array | None = None) -> None:
+        """Records the new tokens of the rows.
+
+        Args:
+            states: (B, n, width) from which they were chosen, if the drafter reads such states.
+        """
         self._contexts.record(received)
         if self.drafter is None:
             return
-        self.drafter.accepted(received)
+        self.drafter.accepted(received, *([] if states is None else [states]))
         self.pace.match_unused(received)
         for sampler, tokens in zip(self.samplers, received, strict=True):
             if isinstance(sampler, SeededSampler):
@@ -328,8 +358,8 @@ class Decoder:
         if self._ahead is None:
             return
         pass_ahead, self._ahead, self._launched_two = self._ahead, None, None
-        received, logprobs = self._finish(*pass_ahead)
-        self._record(received)
+        received, logprobs, states = self._finish(pass_ahead)
+        self._record(received, states)
         self._undelivered = _to_emitted(received, logprobs)
 
     def _draft(self, max_tokens: int, choice: Choice) -> list[list[int]]:
@@ -379,7 +409,7 @@ def make_decoder(
         check_model("draft_model", draft_model)
     lowest, highest = drafting.prompt_lookup_min, drafting.prompt_lookup_max
     check_policy(model, policy)  # without drafts, whoever makes the caches does
-    context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, lowest, highest)
+    context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, lowest, highest, policy)
     instance = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
     traits = (1, None, False) if instance is None else (context.draft_tokens, instance.step_size, instance.equal_rows)
     draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: traits)

@@ -97,6 +97,8 @@ class TokenSequence:
         room: tokens of its answer, resumed ones included, for which slots are allocated; more come as it grows. 0 is
             what its engine expects.
         text: all tokens of the prompt, for rows that begin alike; None if it is not to be shared.
+        state: the hidden state (width,) of the last token that was read of it; None if no drafter reads such states, or
+            it is not known.
     """
 
     index: int
@@ -117,6 +119,7 @@ class TokenSequence:
     emitted: int = field(default=0, init=False)
     room: int = 0
     text: np.ndarray[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
+    state: mx.array | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.emitted = self.resumed

@@ -8,8 +8,11 @@
     probe.py      probes: how a model uses its caches, and the RoPE of what it caches
     attention.py  a patch of the attention function, and which layers go through it
     taps.py       hidden states of any model
+    heads.py      heads that draft, over layers of mlx-lm
+    eagle.py      those of EAGLE-3
+    head_files.py files of heads, and where they are found
     cpu.py        attention and activation on a CPU
     cuda.py       attention over quantised caches on CUDA
 
-Differences between models are found by probes, never by a model's name.
+Differences between models are found by probes, never by a model's name, but for the names of tensors in heads' files.
 """

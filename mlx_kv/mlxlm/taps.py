@@ -1,71 +1,141 @@
-"""Hidden states of a model, without code for models: what its output head reads, the state after the last norm."""
+"""Hidden states of a model, without code for models: what its output head reads, and what layers return.
+
+B sequences, S tokens, D hidden size, V the vocabulary.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.mlxlm.loading import vocabulary_of
+from mlx_kv.mlxlm.probe import architecture
 
 METHODS = ("__call__", "as_linear")  # of a linear layer; of an embedding whose weights are the output head's, too
+Hidden = Literal["final"] | tuple[int, ...]  # the state after the last norm, or what these layers return, side by side
 
 
 class HiddenTap:
-    """Passes of a model that return hidden states as well.
+    """Passes of a model that return hidden states as well, and its embedding and output head.
 
-    The head is found by a probe: of the layers with a weight for each token, the one that the model calls last. Other
-    passes of the model are left alone.
+    The head is found by a probe: of the layers with a weight for each token, the one that the model calls last with
+    states; the embedding is the one that it calls with tokens. Other passes of the model are left alone.
+
+    Args:
+        hidden: which states; of several layers they are concatenated.
+
+    Attributes:
+        vocabulary: V.
+        width: of a state.
 
     Raises:
-        ValueError: the model has no such layer.
+        ValueError: the model has no such layers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, hidden: Hidden = "final") -> None:
         self._model = model
-        vocabulary = vocabulary_of(model)
+        self.vocabulary = vocabulary = vocabulary_of(model)
         modules: list[Any] = model.modules()  # type: ignore[no-untyped-call]
-        heads = [each for each in modules if "weight" in each and each["weight"].shape[0] == vocabulary]
-        calls: list[tuple[nn.Module, mx.array]] = []
-        with contextlib.ExitStack() as stack:
-            for head in heads:
-                stack.enter_context(_recorded(head, calls))
+        # Packed weights have a row for each token, too.
+        with _Recorder(
+            [each for each in modules if "weight" in each and each["weight"].shape[0] == vocabulary]
+        ) as probe:
             logits = model(mx.array([[0]]))  # a graph, which is not evaluated
-        if not calls or calls[-1][1].shape[:-1] != logits.shape[:-1]:
-            raise ValueError(f"{type(model).__module__.rpartition('.')[2]} has no output head that could be found")
-        self._head, self.width = calls[-1][0], int(calls[-1][1].shape[-1])
+        heads = [call for call in probe.calls if call.reads_states]
+        if not heads or heads[-1].x.shape[:-1] != logits.shape[:-1]:
+            raise ValueError(f"{architecture(model)} has no output head that could be found")
+        self._head, self.width = heads[-1], int(heads[-1].x.shape[-1])
+        self._embedding = next((call.module for call in probe.calls if not call.reads_states), None)
+        self._recorder, self._of_layers = _Recorder([self._head.module]), hidden != "final"
+        if hidden != "final":
+            layers: Any = model.layers
+            if not 0 <= min(hidden) <= max(hidden) < len(layers):
+                raise ValueError(f"{architecture(model)} has {len(layers)} layers, and no states of layers {hidden}")
+            self._recorder, self.width = _Recorder([layers[i] for i in hidden]), self.width * len(hidden)
 
     def __call__(self, tokens: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
-        """Logits (B, S, V) and hidden states (B, S, D) of tokens (B, S). Logits that are not evaluated cost nothing.
+        """Logits (B, S, V) and hidden states (B, S, width) of tokens (B, S). Logits not evaluated cost nothing.
 
         Args:
             options: of the model, such as `cache`.
         """
-        calls: list[tuple[nn.Module, mx.array]] = []
-        with _recorded(self._head, calls):
+        with self._recorder as recorder:
             logits: mx.array = self._model(tokens, **options)
-        return logits, calls[-1][1]
+        calls, recorder.calls = recorder.calls, []
+        if not self._of_layers:
+            return logits, calls[-1].x
+        return logits, mx.concatenate([call.result for call in calls], axis=-1)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """(B, S, D) of tokens (B, S), as the embedding has them.
+
+        Raises:
+            ValueError: the model has no embedding that could be found.
+        """
+        if self._embedding is None:
+            raise ValueError(f"{architecture(self._model)} has no embedding that could be found")
+        embedded: mx.array = self._embedding(tokens)
+        return embedded
+
+    def project(self, states: mx.array) -> mx.array:
+        """Logits (..., V) of states (..., D) after the last norm, by the output head alone."""
+        logits: mx.array = getattr(self._head.module, self._head.method)(states)
+        return logits
+
+    def output_rows(self, tokens: mx.array) -> mx.array:
+        """The rows (n, D) of the output head for tokens (n,), also of a quantised one."""
+        head = self._head.module
+        if "scales" not in head:
+            return head.weight[tokens]  # type: ignore[no-any-return]
+        biases = head["biases"][tokens] if "biases" in head else None
+        weight, scales = head["weight"][tokens], head["scales"][tokens]
+        return mx.dequantize(weight, scales, biases, head.group_size, head.bits, head.mode)
 
 
-@contextlib.contextmanager
-def _recorded(module: Any, calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
-    """Records what a module reads, inside a `with` block. Its class is another one there: calls look it up."""
-    own = type(module)
+class _Call(NamedTuple):
+    """A call of a module: by which method, and what it read and returned, of several arrays the first."""
 
-    def method(name: str) -> Any:
-        def call(self: Any, x: mx.array, *others: Any, **named: Any) -> Any:
-            # An embedding is also called with token ids.
-            if mx.issubdtype(x.dtype, mx.floating):
-                calls.append((self, x))
-            return getattr(own, name)(self, x, *others, **named)
+    module: Any
+    method: str
+    x: mx.array
+    result: mx.array
 
-        return call
+    @property
+    def reads_states(self) -> bool:
+        """Whether it reads states, and not tokens."""
+        return bool(mx.issubdtype(self.x.dtype, mx.floating))
 
-    module.__class__ = type(own.__name__, (own,), {name: method(name) for name in METHODS if hasattr(own, name)})
-    try:
-        yield
-    finally:
-        module.__class__ = own
+
+class _Recorder:
+    """Records the calls of modules, inside a `with` block. Their classes are other ones there: calls look them up.
+
+    Attributes:
+        calls: in their order.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.calls: list[_Call] = []
+        self._classes = [(module, type(module), self._class(type(module))) for module in modules]
+
+    def _class(self, own: type) -> type:
+        def method(name: str) -> Any:
+            def call(module: Any, x: mx.array, *others: Any, **named: Any) -> Any:
+                result = getattr(own, name)(module, x, *others, **named)
+                self.calls.append(_Call(module, name, x, result[0] if isinstance(result, tuple) else result))
+                return result
+
+            return call
+
+        return type(own.__name__, (own,), {name: method(name) for name in METHODS if hasattr(own, name)})
+
+    def __enter__(self) -> Self:
+        for module, _, recording in self._classes:
+            module.__class__ = recording
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for module, own, _ in self._classes:
+            module.__class__ = own

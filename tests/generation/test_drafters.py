@@ -23,7 +23,7 @@ from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Mode
 
 PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (5, 33, 1, 60, 18, 2)]
 LENGTH = 30
-OURS = ["auto", "model", "ngram", "suffix"]
+OURS = ["auto", "model", "mtp", "ngram", "suffix"]
 
 
 def documented() -> type[Drafter]:
@@ -254,7 +254,7 @@ def test_drafters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = make_model("llama", seed=5)
     assert gathered(batch_generate(model, None, PROMPTS, None, 8, drafter="model", draft_model=draft)) == wanted
     with pytest.raises(
-        ValueError, match="there is no drafter 'nobody': choose one of auto, model, ngram, repeat, suffix"
+        ValueError, match="there is no drafter 'nobody': choose one of auto, model, mtp, ngram, repeat, suffix"
     ):
         make_engine(model, set(), drafter="nobody")
     with pytest.raises(ValueError, match="the drafter nothing is None"):

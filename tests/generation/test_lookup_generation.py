@@ -177,7 +177,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 
 def test_what_a_user_says_of_drafts_is_checked() -> None:
     for settings, message in (
-        ({"drafter": "nobody"}, "there is no drafter 'nobody': choose one of auto, model, ngram, suffix"),
+        ({"drafter": "nobody"}, "there is no drafter 'nobody': choose one of auto, model, mtp, ngram, suffix"),
         ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min is 0"),
         ({"prompt_lookup_max": 1}, "prompt_lookup_min is 2, more than prompt_lookup_max=1: give a smaller one"),

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.generation.decode_batch import DecodeBatch
-from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.generation.prefill import chunk_for, read_chunk, read_ragged
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.mlxlm.batching import rows_are_alone
-from mlx_kv.mlxlm.traverse import trim_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.heads import DraftHead
+from mlx_kv.mlxlm.taps import Hidden, HiddenTap
+from mlx_kv.mlxlm.traverse import trim_all, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import OpenSet, shown
 
@@ -30,9 +34,10 @@ class DrafterContext:
         model: the model that verifies drafts.
         vocabulary: V, of the model.
         draft_tokens: maximum drafted tokens of a row in one round.
-        draft_model: a small model to draft with, if the user gave one.
+        draft_model: a small model to draft with, or a head of the model, if the user gave one.
         lookup_min, lookup_max: minimum and maximum number of last tokens that a drafter searches for in the text, if it
             searches for a certain number.
+        policy: how the model's keys and values are kept.
     """
 
     model: nn.Module
@@ -41,6 +46,11 @@ class DrafterContext:
     draft_model: nn.Module | None = None
     lookup_min: int = 2
     lookup_max: int = 4
+    policy: CachePolicy = field(default_factory=CachePolicy)
+
+    def tap(self, hidden: Hidden = "final") -> HiddenTap:
+        """The model's embedding and output head, and its hidden states."""
+        return HiddenTap(self.model, hidden)
 
 
 class Drafter(Protocol):
@@ -56,8 +66,13 @@ class Drafter(Protocol):
         proposals_cost: whether proposals take noticeable time, such as a pass of a model. If false, `propose` may also
             be called while nothing is drafted, to estimate its accuracy; those proposals are not used.
         caches: of all rows, one for each layer; none by itself.
+        hidden: the model's hidden states that it reads: "final" after its last norm, or those that layers of these
+            numbers return, side by side. Then one more argument has the state of the token before each token: (B, n,
+            width) in `read` and `accepted`, with anything after a row's own tokens, and in `join` (B, width) of the
+            token before the last one. They are zeros where they are not known. None reads none.
     """
 
+    hidden: Hidden | None = None
     step_size: int | None = None
     equal_rows: bool = False
     proposals_cost: bool = True
@@ -144,6 +159,8 @@ class ModelDrafter(Drafter):
     def __init__(self, context: DrafterContext) -> None:
         if context.draft_model is None:
             raise ValueError("the drafter model drafts with a model of its own: give a draft_model")
+        if isinstance(context.draft_model, DraftHead):
+            raise ValueError("got a head of the model, with which the drafter mtp drafts: leave out the drafter")
         # Both models must have the same tokens. The draft's graph is built for one token, and not evaluated.
         if (size := context.draft_model(mx.array([[0]])).shape[-1]) != context.vocabulary:
             raise ValueError(
@@ -221,6 +238,131 @@ class ModelDrafter(Drafter):
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
         return self._rows.extract(row, behind)
+
+
+# --- a head of the model ----------------------------------------------------------------------------------------------
+# It reads each token with the model's state before it, and guesses on from there. Its cache holds as many tokens as the
+# caches of the model. Guesses beyond the first read the head's own outputs; what they leave in the cache is trimmed at
+# once, and tokens that were right are read again with the model's states. W is the width of the states.
+
+MAX_UNREAD = 64  # tokens of a row whose states are kept while nothing is drafted
+
+
+class HeadDrafter(Drafter):
+    """As many tokens for every row as it is asked for, one small pass for each.
+
+    Raises:
+        ValueError: the context has no head.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        head = context.draft_model
+        if not isinstance(head, DraftHead):
+            raise ValueError("the drafter mtp drafts with a head of the model: give what load_draft_head returns")
+        self._head, self.hidden, self.step_size = head, head.hidden, chunk_for(head)
+        self._empty = make_prompt_cache(head, context.policy.beside_model(context.draft_tokens), strict=False)
+        self.caches: list[Any] = []
+        # Of each row, tokens that the head has yet to read, and in the same places of (B, n, W) the states before them.
+        self._unread: list[list[int]] = []
+        self._states: mx.array | None = None
+
+    def make_caches(self) -> list[Any]:
+        return copy.deepcopy(self._empty)
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any], states: mx.array | None = None) -> None:
+        assert states is not None
+        for cache, other in zip(self.caches, caches, strict=False):
+            cache.extend(other)
+        self.caches = self.caches or caches
+        self._unread += [[prompt[-1]] for prompt in prompts]
+        states = states[:, None]
+        if self._states is not None:
+            wide = max(self._states.shape[1], 1)
+            parts = [_padded(self._states, wide), _padded(states, wide)]
+            states = mx.concatenate([part.astype(self._states.dtype) for part in parts])
+        self._states = states
+
+    def keep(self, rows: Sequence[int]) -> None:
+        if not rows:
+            self.caches, self._states = [], None
+        elif list(rows) != list(range(len(self._unread))):
+            for cache in self.caches:
+                cache.filter(list(rows))
+            self._states = None if self._states is None else self._states[mx.array(list(rows))]
+        self._unread = [self._unread[row] for row in rows]
+
+    def read(self, rows: Sequence[Sequence[int]], caches: list[Any], states: mx.array | None = None) -> None:
+        read_chunk(self._with(states), caches, rows)
+
+    def _with(self, states: mx.array | None) -> Any:
+        """The head, called with tokens and caches alone."""
+
+        def forward(tokens: mx.array, cache: list[Any]) -> mx.array:
+            assert states is not None
+            return self._head(tokens, cache, _padded(states, tokens.shape[1]))
+
+        return forward
+
+    def propose(self, most: int, choice: Choice) -> list[list[int]]:
+        if most == 0 or self._states is None:
+            return [[] for _ in self._unread]
+        lengths = mx.array([len(tokens) for tokens in self._unread])
+        outputs = read_ragged(self._with(self._states), self.caches, self._unread)
+        here = mx.take_along_axis(outputs, (lengths - 1)[:, None, None], axis=1)  # (B, 1, D)
+        self._unread, self._states = [[] for _ in self._unread], None
+        tokens: list[mx.array] = []
+        for ahead in range(most):
+            if ahead:
+                here = self._head(tokens[-1][:, None], self.caches, here)
+            tokens.append(choice.guess(self._head.logits(here[:, 0]), ahead))
+            mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
+        if most > 1:
+            trimmed = trim_all(self.caches, most - 1)
+            assert trimmed, "its caches plan for it"
+        by_row: Any = mx.stack(tokens, axis=1).tolist()
+        return list(by_row)
+
+    def accepted(self, tokens: Sequence[Sequence[int]], states: mx.array | None = None) -> None:
+        assert states is not None
+        before = [len(unread) for unread in self._unread]
+        longest = max(map(len, tokens))
+        new = states[:, :longest]
+        if self._states is not None and any(before):
+            new = mx.concatenate([self._states[:, : max(before)], new], axis=1)
+            if len(set(before)) > 1:  # those of a row stand together
+                count = max(n + len(row) for n, row in zip(before, tokens, strict=True))
+                places = [[i if i < n else i - n + max(before) for i in range(count)] for n in before]
+                last = new.shape[1] - 1
+                new = mx.take_along_axis(new, mx.minimum(mx.array(places), last)[..., None], axis=1)
+        self._states = new
+        self._unread = [[*unread, *row] for unread, row in zip(self._unread, tokens, strict=True)]
+        if max(map(len, self._unread)) > MAX_UNREAD:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Reads what came while nothing was drafted, but for the last token of each row."""
+        read_chunk(self._with(self._states), self.caches, [tokens[:-1] for tokens in self._unread], wait=False)
+        assert self._states is not None
+        lengths = mx.array([len(tokens) for tokens in self._unread])
+        self._states = mx.take_along_axis(self._states, (lengths - 1)[:, None, None], axis=1)
+        self._unread = [tokens[-1:] for tokens in self._unread]
+
+    def extract(self, row: int, behind: int) -> list[Any] | None:
+        each = [cache.extract(row) for cache in self.caches]
+        unread = self._unread[row]
+        if (beyond := len(unread) - behind) > 0:
+            assert self._states is not None
+            read_ragged(self._with(self._states[row : row + 1]), each, [unread[:beyond]])
+            return each
+        return each if trim_all(each, -beyond) else None
+
+
+def _padded(states: mx.array, count: int) -> mx.array:
+    """States (B, count, W): the first ones, or zeros after them."""
+    if states.shape[1] >= count:
+        return states[:, :count]
+    more = mx.zeros((states.shape[0], count - states.shape[1], states.shape[2]), states.dtype)
+    return mx.concatenate([states, more], axis=1)
 
 
 # --- lookup drafters --------------------------------------------------------------------------------------------------
@@ -550,6 +692,7 @@ Factory = Callable[[DrafterContext], Drafter]
 OURS: dict[str, Factory] = {
     "auto": SuffixDrafter,
     "model": ModelDrafter,
+    "mtp": HeadDrafter,
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
 }
@@ -589,7 +732,7 @@ def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContex
     if drafter is None:
         if context.draft_model is None:
             raise ValueError("got neither a draft_model nor a drafter: give one of them")
-        drafter = "model"
+        drafter = "mtp" if isinstance(context.draft_model, DraftHead) else "model"
     if isinstance(drafter, str):
         return DRAFTERS.find(drafter)(context)
     instance = drafter(context) if callable(drafter) else drafter
