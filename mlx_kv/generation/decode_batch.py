@@ -1,12 +1,14 @@
 """The rows of one model that decode: their caches, and the tokens that the model has yet to read of each.
 
-After a pass, wrong drafts are trimmed. Recurrent state can only return to before the pass: then all layers of a row do,
-and the accepted tokens are read again before the drafts of the next pass, or in a pass of their own if they are many.
+After a pass, wrong drafts are trimmed. Recurrent state whose pass was not recorded (`mlxlm.replay`) can only return to
+before it: then all layers of a row do, and the accepted tokens are read again before the drafts of the next pass, or in
+a pass of their own if they are many.
 B rows, V the vocabulary, L the most tokens drafted for a row.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.prefill import announce, check_local, prefill_step, read_ragged
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.recurrent import is_recurrent, mark_last, with_checkpoints
+from mlx_kv.mlxlm.replay import PassRecorder, can_replay
 from mlx_kv.mlxlm.taps import HiddenTap
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_all, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
@@ -43,7 +46,8 @@ class DecodeBatch:
         embeddings: (n, hidden size) of the next n tokens that a single row reads; None for the model's own.
         tap: brings the hidden states of passes; None for none.
         states: (B, n, width) of the last pass, with a tap; of `verify`, where the logits are that it returns.
-        replays: whether a row of which a token was wrong reads the pass again: a layer is recurrent.
+        replays: whether a row of which a token was wrong reads the pass again: a layer is recurrent, and cannot apply
+            fewer tokens of a pass that was recorded.
 
     Raises:
         ValueError: the model has caches that cannot take back tokens.
@@ -59,7 +63,9 @@ class DecodeBatch:
     ) -> None:
         self.model, self._drafts, self._communicator = model, draft_tokens > 0, communicator
         self._max_waiting = draft_tokens + 1
-        (self.replays,) = communicator.all_any(self._drafts and is_recurrent(model))
+        recurrent = self._drafts and is_recurrent(model)
+        self._recorder = PassRecorder(model) if recurrent and can_replay(model) else None
+        (self.replays,) = communicator.all_any(recurrent and self._recorder is None)
         # Of a pass all but one of its tokens may be trimmed. Where they are read again they may all be, and beside the
         # drafts as many as may wait for them.
         longest = draft_tokens + 1 + (draft_tokens if self.replays else 0)
@@ -150,7 +156,9 @@ class DecodeBatch:
         """
         self._drafted = [len(row) for row in drafted]
         self._read_to_compaction()
-        logits = self.read([[*pending, *row] for pending, row in zip(self.pending, drafted, strict=True)])
+        rows = [[*pending, *row] for pending, row in zip(self.pending, drafted, strict=True)]
+        with contextlib.nullcontext() if self._recorder is None else self._recorder.recording(self.caches):
+            logits = self.read(rows)
         first, count = [len(pending) - 1 for pending in self.pending], max(self._drafted) + 1
 
         def from_last(x: mx.array) -> mx.array:

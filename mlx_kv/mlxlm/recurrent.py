@@ -10,7 +10,7 @@ B rows; arrays are (B, ...).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +35,17 @@ class Checkpoint(NamedTuple):
     arrays: Arrays
     row: int
     at: int
+
+
+class Record(Protocol):
+    """What a layer got in a pass, from which its state within that pass follows."""
+
+    def after(self, counts: Sequence[int], like: Sequence[mx.array | None]) -> list[mx.array]:
+        """The arrays of the state after the first counts[i] tokens of row i, at least one of each.
+
+        Args:
+            like: arrays of a state.
+        """
 
 
 class Clock(NamedTuple):
@@ -65,6 +76,7 @@ class RecurrentState(stock.ArraysCache):
     """
 
     cache: list[mx.array | None]  # type: ignore[assignment]
+    record: Record | None = None  # of the last pass, if its tokens can be trimmed one by one
     sends_to_next = False  # whether a pass writes the first array twice: the second waits for the next rank
 
     def __init__(self, size: int, max_rollback: int, max_checkpoints: int | None = None) -> None:
@@ -82,6 +94,7 @@ class RecurrentState(stock.ArraysCache):
 
     def _begin(self, rows: int) -> None:
         """Begins to count tokens."""
+        self._drop_record()
         self._read = [0] * rows  # by row, tokens since counting began
         self._checkpoints: list[tuple[Checkpoint, ...]] = [()] * rows  # by row, the newest last
         self._clock: Clock | None = None  # of one row, as long as it has its layer's place in a list
@@ -99,6 +112,8 @@ class RecurrentState(stock.ArraysCache):
     def announce(self, lengths: Sequence[int]) -> None:
         """Announces how many tokens of each row the next pass reads, without padding."""
         self._resize(len(lengths))
+        self._drop_record()
+        self._lengths = tuple(lengths)
         self._close_pass()
         self._add_checkpoints(tuple(self.cache), lengths)
         self._written, self._announced, self._sent = set(), True, False
@@ -168,6 +183,9 @@ class RecurrentState(stock.ArraysCache):
         pairs = zip(self._checkpoints, self._read, strict=True)
         self._checkpoints = [self._within_limits(checkpoints, read) for checkpoints, read in pairs]
 
+    def _drop_record(self) -> None:
+        self.record, self._lengths = None, ()
+
     def forget(self) -> None:
         """Drops all checkpoints."""
         self._checkpoints, self._before = [()] * len(self._read), None
@@ -204,6 +222,9 @@ class RecurrentState(stock.ArraysCache):
             raise ValueError(why)
         if not any(counts):
             return
+        if self._within_last_pass(counts):
+            self._trim_last_pass(counts)
+            return
         now = tuple(self.cache)
         sources = [
             self._checkpoint(row, count) or Checkpoint(now, row, self._read[row]) for row, count in enumerate(counts)
@@ -213,6 +234,24 @@ class RecurrentState(stock.ArraysCache):
             self._read[row] = source.at
             self._checkpoints[row] = tuple([c for c in self._checkpoints[row] if c.at < source.at])
 
+    def _within_last_pass(self, counts: Sequence[int]) -> bool:
+        """Whether the last pass was recorded, and keeps a token of each row that is trimmed."""
+        return self.record is not None and all(
+            count < length for count, length in zip(counts, self._lengths, strict=True) if count
+        )
+
+    def _trim_last_pass(self, counts: Sequence[int]) -> None:
+        """Returns every row to its state within the last pass; its checkpoints stay, as they are before that pass."""
+        kept = [length - count for length, count in zip(self._lengths, counts, strict=True)]
+        assert self.record is not None
+        changed, now = mx.array([count > 0 for count in counts]), list(self.cache)
+        for index, array in enumerate(self.record.after(kept, now)):
+            current = now[index]
+            rows = changed.reshape(-1, *[1] * (array.ndim - 1))
+            self.cache[index] = array if current is None else mx.where(rows, array, current)
+        self._read = [read - count for read, count in zip(self._read, counts, strict=True)]
+        self._drop_record()
+
     def _checkpoint(self, row: int, count: int) -> Checkpoint | None:
         at = self._read[row] - count
         return next((checkpoint for checkpoint in self._checkpoints[row] if checkpoint.at == at), None)
@@ -220,6 +259,8 @@ class RecurrentState(stock.ArraysCache):
     def _refusal(self, counts: Sequence[int]) -> str | None:
         """Why rows cannot go back by so many tokens, and the fix; None where they can."""
         if not any(counts):
+            return None
+        if self._within_last_pass(counts):
             return None
         self._read_clock()
         if self._before is not None:
@@ -270,6 +311,7 @@ class RecurrentState(stock.ArraysCache):
         self._read = [read for part in parts for read in part._read]
         self._checkpoints = [each for part in parts for each in part._checkpoints]
         self._clock = None
+        self._drop_record()
         self._reset_pass()
         self.cache, self.left_padding = list(_rows_of(rows)), mx.concatenate(padding) if padded else None
 
@@ -277,6 +319,7 @@ class RecurrentState(stock.ArraysCache):
         """Keeps only these rows, in this order."""
         rows = whole_numbers(batch_indices, len(self._read))
         self._close_pass()
+        self._drop_record()
         super().filter(mx.array(rows))  # type: ignore[no-untyped-call]
         self._clock = None
         self._read = [self._read[row] for row in rows]

@@ -40,7 +40,7 @@ class HiddenTap:
         self.vocabulary = vocabulary = vocabulary_of(model)
         modules: list[Any] = model.modules()  # type: ignore[no-untyped-call]
         # Packed weights have a row for each token, too.
-        with _Recorder(
+        with Recorder(
             [each for each in modules if "weight" in each and each["weight"].shape[0] == vocabulary]
         ) as probe:
             logits = model(mx.array([[0]]))  # a graph, which is not evaluated
@@ -49,12 +49,12 @@ class HiddenTap:
             raise ValueError(f"{architecture(model)} has no output head that could be found")
         self._head, self.width = heads[-1], int(heads[-1].x.shape[-1])
         self._embedding = next((call.module for call in probe.calls if not call.reads_states), None)
-        self._recorder, self._of_layers = _Recorder([self._head.module]), hidden != "final"
+        self._recorder, self._of_layers = Recorder([self._head.module]), hidden != "final"
         if hidden != "final":
             layers: Any = model.layers
             if not 0 <= min(hidden) <= max(hidden) < len(layers):
                 raise ValueError(f"{architecture(model)} has {len(layers)} layers, and no states of layers {hidden}")
-            self._recorder, self.width = _Recorder([layers[i] for i in hidden]), self.width * len(hidden)
+            self._recorder, self.width = Recorder([layers[i] for i in hidden]), self.width * len(hidden)
 
     def __call__(self, tokens: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
         """Logits (B, S, V) and hidden states (B, S, width) of tokens (B, S). Logits not evaluated cost nothing.
@@ -95,7 +95,7 @@ class HiddenTap:
         return mx.dequantize(weight, scales, biases, head.group_size, head.bits, head.mode)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call of a module: by which method, and what it read and returned, of several arrays the first."""
 
     module: Any
@@ -109,7 +109,7 @@ class _Call(NamedTuple):
         return bool(mx.issubdtype(self.x.dtype, mx.floating))
 
 
-class _Recorder:
+class Recorder:
     """Records the calls of modules, inside a `with` block. Their classes are other ones there: calls look them up.
 
     Attributes:
@@ -117,14 +117,14 @@ class _Recorder:
     """
 
     def __init__(self, modules: Sequence[Any]) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self._classes = [(module, type(module), self._class(type(module))) for module in modules]
 
     def _class(self, own: type) -> type:
         def method(name: str) -> Any:
             def call(module: Any, x: mx.array, *others: Any, **named: Any) -> Any:
                 result = getattr(own, name)(module, x, *others, **named)
-                self.calls.append(_Call(module, name, x, result[0] if isinstance(result, tuple) else result))
+                self.calls.append(Call(module, name, x, result[0] if isinstance(result, tuple) else result))
                 return result
 
             return call

@@ -165,7 +165,7 @@ def test_a_recurrent_draft_of_another_model_and_the_other_way_round() -> None:
 
 
 def test_rows_end_join_and_are_cancelled_while_something_waits() -> None:
-    model, wanted = shared_family("qwen3_next"), plain("qwen3_next")
+    model, wanted = shared_family("lfm2"), plain("lfm2")
     oracle = prophet(wanted)
     engine = make_engine(model, set(), drafter=oracle, num_draft_tokens=K, max_batch_size=3, prefill_step_size=8)
     for index, prompt in enumerate(PROMPTS):
@@ -244,13 +244,13 @@ def test_one_sequence_and_its_ends() -> None:
 
 
 def test_one_token_less_of_rollback_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = plain("qwen3_next")
+    wanted = plain("lfm2")
     monkeypatch.setattr(
         decode_batch, "with_checkpoints", lambda caches, most, *rest: with_checkpoints(caches, most - 1, *rest)
     )
     wrong = Wrong({tuple(prompt): answer for prompt, answer in zip(PROMPTS, wanted, strict=True)})
     with pytest.raises(ValueError, match=f"cannot trim {2 * K + 1} tokens: .* with max_rollback={2 * K + 1}"):
-        drafted("qwen3_next", wrong, rows=1)
+        drafted("lfm2", wrong, rows=1)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from gated_delta_models import GATED_DELTA
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from tiny_models import COMMON, FAMILIES, MLA, VOCAB, make_model
@@ -28,27 +29,8 @@ MOE: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-LINEAR: dict[str, Any] = {
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-}
-QWEN_MOE: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "shared_expert_intermediate_size": 32,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 32,
-    "full_attention_interval": 2,
-    "partial_rotary_factor": 0.5,
-}
-TEXT = {**COMMON, **LINEAR, "model_type": "qwen3_5_text", "full_attention_interval": 2}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**COMMON, **LINEAR, **QWEN_MOE},
-    "qwen3_5": {"model_type": "qwen3_5", "text_config": TEXT},
+    **{family: GATED_DELTA[family] for family in ("qwen3_next", "qwen3_5")},
     "deepseek_v3": {**COMMON, **MLA, **MOE, "moe_intermediate_size": 32, "moe_layer_freq": 1},
     "deepseek_v32": {**FAMILIES["deepseek_v32"], **MOE, "moe_intermediate_size": 32, "moe_layer_freq": 1},
     "glm4_moe": {
