@@ -384,7 +384,7 @@ class _Writer:
         else:
             excerpts: Tokens = []
             while len(excerpts) < n:
-                text = _read(next(self._code)) if kind == "code" else self._documentation()
+                text = read_source(next(self._code)) if kind == "code" else self._documentation()
                 excerpts += self._talk.encode(self._excerpt(text, n))
             ids += excerpts
         return ids[:n]
@@ -423,23 +423,23 @@ class _Writer:
         return text[text.find("\n", first) + 1 if first else 0 :][: 8 * n]
 
     def _documentation(self) -> str:
-        return next(text for text in map(_docstrings, self._documented) if len(text) > MIN_DOCUMENTATION)
+        return next(text for text in map(docstrings, self._documented) if len(text) > MIN_DOCUMENTATION)
 
     def _paragraphs(self) -> list[str]:
         return next(lines for lines in (paragraphs(self._documentation()) for _ in range(1000)) if len(lines) > 5)
 
 
-def _read(path: Path) -> str:
+def read_source(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 @cache
-def _docstrings(path: Path) -> str:
+def docstrings(path: Path) -> str:
     """The long docstrings of a module; "" if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(_read(path))
+            tree = ast.parse(read_source(path))
     except (SyntaxError, ValueError, RecursionError):
         return ""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +51,14 @@ class HeadShape(Part):
     rope_theta: float = 10000.0
     eps: float = 1e-5
 
+    @classmethod
+    def of(cls, head: DraftHead) -> HeadShape:
+        """Of a head that `make_head` has made."""
+        layer: Any = head.layer
+        args, guesses = layer.args, 0 if head.ids is None else head.ids.size
+        sizes = args.hidden_size, args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        return cls(*sizes, args.intermediate_size, guesses, args.rope_theta, args.rms_norm_eps)
+
     def make_head(self) -> DraftHead:
         """A head with random weights, of no model yet."""
         args = llama.ModelArgs(
@@ -77,23 +85,33 @@ class Metadata(Part):
     details: str  # JSON
 
 
-def save_draft_head(
-    path: str | Path, head: DraftHead, shape: HeadShape, fingerprint: str, details: Mapping[str, Any]
-) -> None:
+def save_draft_head(path: str | Path, head: DraftHead, model: nn.Module, *, force: bool = False) -> None:
     """Writes a head to a file, atomically.
 
     Args:
-        fingerprint: of its model.
-        details: of its training, for people.
+        path: usually `MODEL_NAME.kvdraft.safetensors` beside the directory of the model, where it is found.
+        head: as `train_drafter` returns it.
+        model: that it was trained for.
+        force: also replace a file that is no head.
 
     Raises:
-        ValueError: the folder does not exist, or the file is no head.
+        ValueError: the folder does not exist, the file is no head, or the head is of another kind.
+        OSError: it cannot be written.
     """
-    check_replaceable(path, is_draft_head, "draft head", False)
-    assert head.ids is not None
+    check_type("path", path, str | os.PathLike, "give the name of a file")
+    check_type("head", head, DraftHead, "give what train_drafter returns")
+    check_model("model", model)
+    if head.ids is None or not isinstance(head.layer, llama.TransformerBlock):
+        raise ValueError("only heads of train_drafter are written to files: keep the files of this one")
+    check_replaceable(path, is_draft_head, "draft head", force)
+    shape = HeadShape.of(head)
     arrays: Any = dict(tree_flatten(head.parameters()))  # type: ignore[no-untyped-call]
-    words = {"fingerprint": fingerprint, "shape": json.dumps(msgspec.structs.asdict(shape)), "format": FORMAT}
-    tensor_files.write(path, arrays | {"ids": head.ids}, words | {"details": json.dumps(dict(details))})
+    words = {
+        "fingerprint": model_fingerprint(model),
+        "shape": json.dumps(msgspec.structs.asdict(shape)),
+        "format": FORMAT,
+    }
+    tensor_files.write(path, arrays | {"ids": head.ids}, words | {"details": json.dumps(head.details)})
 
 
 def is_draft_head(path: Path) -> bool:
@@ -117,6 +135,7 @@ def _read_head(path: Path, model: nn.Module) -> DraftHead:
     try:
         metadata = decode(file.words, Metadata)
         shape, arrays = decode(read_json(metadata.shape), HeadShape), dict(file.arrays)
+        details = decode(read_json(metadata.details), dict[str, Any])
         head, ids = shape.make_head(), arrays.pop("ids", None)
         if ids is None or ids.shape != (shape.vocabulary,) or ids.dtype != mx.int32:
             raise ValueError("the tokens that it guesses are missing")
@@ -127,6 +146,7 @@ def _read_head(path: Path, model: nn.Module) -> DraftHead:
         set_weights(head, arrays, str(path))
     except ValueError as error:
         raise ValueError(f"{path} was damaged ({error}): {FIX}") from error
+    head.details.update(details)
     if metadata.fingerprint != model_fingerprint(model):
         raise ValueError(f"{path} is a head of another model: run mlx-kv train-drafter MODEL")
     return head

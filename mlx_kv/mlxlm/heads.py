@@ -70,6 +70,7 @@ class DraftHead(nn.Module):
         self._array_masks = array_masks
         self.tap: HiddenTap
         self._ids: mx.array | None = None  # no weight, as its name tells MLX
+        self._details: dict[str, Any] = {}
 
     @property
     def ids(self) -> mx.array | None:
@@ -79,6 +80,11 @@ class DraftHead(nn.Module):
     def guess_only(self, ids: mx.array) -> None:
         """Makes it guess these tokens (n,) alone; called before `bind`."""
         self._ids = ids
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Of its training, for people."""
+        return self._details
 
     def bind(self, model: nn.Module) -> None:
         """Makes it a head of a model.

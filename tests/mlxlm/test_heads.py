@@ -16,7 +16,6 @@ from mlx_lm.models import llama
 from tiny_models import COMMON, FAMILIES, MLA, VOCAB, make_model
 
 from mlx_kv.files import tensor_files
-from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.mlxlm.head_files import HeadShape, find_draft_head, head_file, load_draft_head, save_draft_head
 from mlx_kv.mlxlm.heads import DraftHead
 from mlx_kv.mlxlm.taps import HiddenTap
@@ -285,9 +284,11 @@ def test_a_trained_head_guesses_some_tokens_and_is_found_beside_its_model(tmp_pa
     head = trained(model)
     (tmp_path / "model").mkdir()
     path = head_file(tmp_path / "model")
-    save_draft_head(path, head, SHAPE, model_fingerprint(model), {"tokens": 5})
+    head.details["tokens"] = 5
+    save_draft_head(path, head, model)
     found = find_draft_head(tmp_path / "model", model)
     assert found is not None
+    assert found.details == {"tokens": 5}
     check_same(found, head)
     outputs = head(mx.array([[1, 2]]))[:, -1]
     full, some = head.logits(outputs)[0], head.tap.project(outputs)[0]
@@ -331,7 +332,7 @@ def a_weight_less(path: Path) -> None:
 def test_damaged_files_are_refused(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     model = make_model("llama")
     path = tmp_path / "x.kvdraft.safetensors"
-    save_draft_head(path, trained(model), SHAPE, model_fingerprint(model), {})
+    save_draft_head(path, trained(model), model)
     damage(path)
     with pytest.raises(ValueError, match=message):
         load_draft_head(path, model)
@@ -344,7 +345,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no head that drafts"):
         load_draft_head(other, model)
     with pytest.raises(ValueError, match="exists and is not a draft head"):
-        save_draft_head(other, trained(model), SHAPE, "", {})
+        save_draft_head(other, trained(model), model)
     with pytest.raises(ValueError, match="has no head that drafts for llama"):
         load_draft_head(write(tmp_path / "model", {"x": mx.ones(2)}), model)
     with pytest.raises(ValueError, match="this head reads states of 32"):
