@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mlx_kv.cache.kv_cache import KVCache
     from mlx_kv.cache.protocol import Cache
     from mlx_kv.calibration import calibrate
+    from mlx_kv.calibration.drafter import train_drafter
     from mlx_kv.files.calibration_file import load_calibration, save_calibration
     from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
     from mlx_kv.generation.generate import batch_generate, generate, speculative_generate, stream_generate
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.statistics import CacheStatistics, SpeculationStatistics, cache_statistics
     from mlx_kv.mlxlm.attention import show_attention
     from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.head_files import load_draft_head, save_draft_head
     from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.traverse import can_trim_prompt_cache, compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
@@ -73,6 +75,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "cache.kv_cache": ("KVCache",),
     "cache.protocol": ("Cache",),
     "calibration": ("calibrate",),
+    "calibration.drafter": ("train_drafter",),
     "files.calibration_file": ("load_calibration", "save_calibration"),
     "files.serialization": ("load_prompt_cache", "save_prompt_cache"),
     "generation.generate": ("batch_generate", "generate", "speculative_generate", "stream_generate"),
@@ -83,6 +86,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "generation.statistics": ("CacheStatistics", "SpeculationStatistics", "cache_statistics"),
     "mlxlm.attention": ("show_attention",),
     "mlxlm.convert": ("make_prompt_cache",),
+    "mlxlm.head_files": ("load_draft_head", "save_draft_head"),
     "mlxlm.loading": ("load",),
     "mlxlm.traverse": ("can_trim_prompt_cache", "compact", "trim_prompt_cache"),
     "policy": ("CachePolicy",),
@@ -135,6 +139,7 @@ __all__ = [
     "join_ranks",
     "load",
     "load_calibration",
+    "load_draft_head",
     "load_part",
     "load_prompt_cache",
     "make_prompt_cache",
@@ -143,11 +148,13 @@ __all__ = [
     "register_drafter",
     "register_score",
     "save_calibration",
+    "save_draft_head",
     "save_prompt_cache",
     "score_names",
     "show_attention",
     "speculative_generate",
     "stream_generate",
+    "train_drafter",
     "trim_prompt_cache",
 ]
 

@@ -41,3 +41,22 @@ class TableHead(DraftHead):
     def logits(self, outputs: mx.array) -> mx.array:
         said = self.following[outputs[:, 0].astype(mx.int32)]
         return mx.where(mx.arange(self.tap.vocabulary) == said[:, None], 99.0, 0.0)
+
+
+def bigram_head(model: nn.Module) -> TableHead:
+    """A head that says what the model would say if it had read the last token alone: right now and then."""
+    head = random_head(model, kind=TableHead)
+    assert isinstance(head, TableHead)
+    head.following = mx.argmax(model(mx.arange(head.tap.vocabulary)[:, None])[:, -1], axis=-1)
+    mx.eval(head.following)
+    return head
+
+
+def calm(model: nn.Module, share: float = 0.03) -> nn.Module:
+    """What it says next depends less on its layers' memory, and more on the last token."""
+    parts: list[Any] = model.modules()
+    for part in parts:
+        for name in ("o_proj", "out_proj"):
+            if name in part:
+                part[name].weight = part[name].weight * share
+    return model

@@ -23,6 +23,7 @@ from mlx_kv.cli.options import Commands
 from mlx_kv.cli.output import say
 from mlx_kv.cli.plan import plan
 from mlx_kv.cli.serve import serve
+from mlx_kv.cli.train_drafter import train_drafter_command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,7 +39,8 @@ def command() -> None:
     """
 
 
-for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspect_command, info, completion):
+COMMANDS = (generate, chat, batch, cache, serve, plan, calibrate_command, train_drafter_command, inspect_command, info)
+for each in (*COMMANDS, completion):
     command.add_command(each)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import click
 
@@ -368,15 +368,29 @@ class DraftOptions(DraftSettings):
         metavar="PATH_OR_HUB_ID",
         help="Speculate with this model; `reference` is the bundled draft model.",
     )
+    draft_head: str | None = setting(
+        None,
+        option="--draft-head",
+        summary="Speculate with a head of the model.",
+        metavar="PATH_OR_HUB_ID",
+        help="Speculate with a head of the model: a file of mlx-kv train-drafter, or a directory or repository with "
+        "one, such as the model's original.  [default with --draft mtp: the one beside the model, or in its files]",
+    )
 
     def __post_init__(self) -> None:
+        if self.draft_model is not None and self.draft_head is not None:
+            raise click.UsageError("got --draft-model and --draft-head: give one of them")
+        if self.draft_head is not None and self.drafter not in (None, "auto", "mtp"):
+            raise click.UsageError(f"--draft {self.drafter} drafts without a head: leave out --draft-head, or --draft")
+        if self.drafter == "mtp" and self.draft_model is not None:
+            raise click.UsageError("--draft mtp drafts with a head of the model: leave out --draft-model, or --draft")
         if self.drafter == "model" and self.draft_model is None:
             raise click.UsageError("--draft model drafts with a model: give --draft-model")
         if not self.enabled and self.num_draft_tokens is not None:
-            raise click.UsageError("--num-draft-tokens needs --draft or --draft-model")
+            raise click.UsageError("--num-draft-tokens needs --draft, --draft-head or --draft-model")
         chosen = given_options(DraftOptions)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            if self.drafter in (None, "model") and name in chosen:
+            if self.drafter in (None, "model", "mtp") and name in chosen:
                 raise click.UsageError(f"{chosen[name]} needs --draft ngram, suffix or auto")
         if self.drafter in ("ngram", "suffix", "auto") and self.draft_model is not None:
             raise click.UsageError(
@@ -387,37 +401,61 @@ class DraftOptions(DraftSettings):
     @property
     def enabled(self) -> bool:
         """Whether anything is drafted."""
-        return self.drafter is not None or self.draft_model is not None
+        return any(each is not None for each in (self.drafter, self.draft_model, self.draft_head))
 
     @property
     def settings(self) -> DraftSettings:
         """The settings of drafts alone."""
         return DraftSettings(**{each.name: getattr(self, each.name) for each in fields(DraftSettings)})
 
-    def load_model(self, lazy: bool = False) -> nn.Module | None:
-        """The draft model, if there is one.
+    def load(self, model: nn.Module, folder: str, lazy: bool = False, whole: bool = True) -> nn.Module | None:
+        """The draft model, or a head of the model; None where drafts need neither.
 
         Args:
+            model: that verifies drafts.
+            folder: of its files.
             lazy: read each weight on first use.
+            whole: False for a part of a model.
+
+        Raises:
+            click.UsageError: a head is wanted, and there is none.
         """
-        if self.draft_model is None:
+        if self.draft_model is not None:
+            from mlx_kv.mlxlm.loading import load
+
+            return load(draft_path(self.draft_model), lazy=lazy)[0]
+        if self.draft_head is None and self.drafter not in ("auto", "mtp"):
             return None
-        from mlx_kv.mlxlm.loading import load
+        from mlx_kv.mlxlm.head_files import find_draft_head, load_draft_head
 
-        return load(draft_path(self.draft_model), lazy=lazy)[0]
+        if self.draft_head is not None:
+            return load_draft_head(self.draft_head, model, whole=whole)
+        head = find_draft_head(folder, model, whole=whole)
+        if head is None and self.drafter == "mtp":
+            raise click.UsageError(
+                f"--draft mtp: {folder} has no head that drafts: give --draft-head with the repository that the model "
+                "was made from, or train one with mlx-kv train-drafter"
+            )
+        return head
 
-    def release(self, model: nn.Module) -> None:
-        """Frees the weights of the draft model; they are loaded again when they are next used."""
-        from mlx_kv.mlxlm.loading import load, release_weights
+    def release(self, draft: nn.Module, model: nn.Module, folder: str) -> None:
+        """Frees the weights that drafts need; they are loaded again when they are next used."""
+        from mlx_kv.mlxlm.loading import release_weights
 
-        assert self.draft_model is not None
-        path = draft_path(self.draft_model)
-        release_weights(model, lambda: load(path, lazy=True)[0])
+        release_weights(draft, lambda: cast("nn.Module", self.load(model, folder, lazy=True)))
 
 
 def draft_options(function: Command) -> Command:
     """The options of drafts, for a command that receives `drafts`, a `DraftOptions`."""
-    order = ("drafter", "draft_model", "num_draft_tokens", "draft_length", "prompt_lookup_min", "prompt_lookup_max")
+    order = (
+        "drafter",
+        "draft_model",
+        "draft_head",
+        "num_draft_tokens",
+        "draft_length",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+    )
     return options(DraftOptions, "drafts", *order)(function)
 
 
@@ -441,6 +479,6 @@ def draft_lines(speculation: SpeculationStatistics) -> str:
     share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
     gain = "" if speculation.gain is None else f", {speculation.gain:.2f} times as fast as without drafts"
     return (
-        f"draft       {share} accepted in {speculation.rounds:,} passes of the model\n"
+        f"draft       {share} accepted in {speculation.rounds:,} passes of the model, by {speculation.drafter}\n"
         f"            {speculation.tokens_per_pass:.2f} tokens a pass, {speculation.length} drafted at last{gain}"
     )

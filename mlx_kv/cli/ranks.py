@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # compared by content.
 MAY_DIFFER = {
     *("adapter_path", "api_key", "log_level", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
-    *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
+    *("model", "draft_model", "draft_head", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
     *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port"),
     *("json_schema", "grammar"),
 }
@@ -102,7 +102,9 @@ class Machine:
 
         engine_settings = EngineSettings(
             drafting=drafts.settings,
-            draft_model=drafts.load_model() if self.leads else None,
+            draft_model=drafts.load(network, str(tokenizer.name_or_path), whole=self.group is None)
+            if self.leads
+            else None,
             instructions=Instructions.for_policy(policy, tokenizer, network),
             **settings,
         )
@@ -216,7 +218,7 @@ class RankOptions(SplitOptions):
             if name not in MAY_DIFFER
         }
         # Ranks may have another draft model, or none, but all know whether there are drafts.
-        drafts = any(context.params.get(name) is not None for name in ("draft", "draft_model"))
+        drafts = any(context.params.get(name) is not None for name in ("draft", "draft_model", "draft_head"))
         split: Any = self.split
         return join_ranks(
             split,

@@ -446,14 +446,14 @@ class ModelSetup:
             if not machine.leads:
                 return Models(network, tokenizer)
             cache_policy = self.policy.for_model(network, self.model.name)
-            draft = self.drafts.load_model(lazy)
+            draft = self.drafts.load(network, folder, lazy, whole=machine.group is None)
             return Models(network, tokenizer, draft, self.sampling.of(self.model.name), cache_policy)
 
         def release(network: nn.Module) -> None:
             if network is networks[key][0]:
                 replace(options, name=folders.get(key, options.name)).release(network)
             else:
-                self.drafts.release(network)
+                self.drafts.release(network, networks[key][0], folders.get(key, options.name))
 
         # Bad settings are refused before anything is loaded.
         own = replace(settings, policy=self.policy.checked(), drafting=self.drafts.settings)
@@ -485,7 +485,7 @@ def table_model(
     return lambda name: ModelSetup(name, replace(model, name=table.path or model.name), sampling, drafts, policy, table)
 
 
-OF_ONE_MODEL = ("model", "adapter_path", "chat_template", "draft_model", "kv_calibration", "alias")
+OF_ONE_MODEL = ("model", "adapter_path", "chat_template", "draft_model", "draft_head", "kv_calibration", "alias")
 
 
 def read_tables(first: ModelSetup) -> list[ModelSetup]:

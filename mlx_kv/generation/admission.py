@@ -127,6 +127,7 @@ class Admission:
         states = self._target.states
         if states is None:
             return []
+        mx.eval(states)  # in all processes of the model: a pass that wrote to caches has not computed them
         none = mx.zeros(states.shape[2:], states.dtype)
         rows = [row.sequence for row in self.rows]
         first = mx.stack([none if row.state is None else row.state for row in rows])[:, None]

@@ -98,6 +98,15 @@ class Decoder:
         """New caches of a row: the model's, and then the drafter's."""
         return [*self.target.make_caches(), *([] if self.drafter is None else self.drafter.make_caches())]
 
+    def complete(self, caches: list[Any]) -> list[Any]:
+        """Caches of a row, with new ones of a head of the model where there are only the model's.
+
+        The head then guesses by the tokens that come behind them alone.
+        """
+        if self.drafter is None or self.drafter.hidden is None or len(caches) != self.target.layers:
+            return caches
+        return [*caches, *self.drafter.make_caches()]
+
     def read(self, tokens: mx.array, cache: list[Any]) -> None:
         """The model and the drafter read tokens (1, n) into such caches."""
         layers = self.target.layers
@@ -411,7 +420,8 @@ def make_decoder(
     check_policy(model, policy)  # without drafts, whoever makes the caches does
     context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, lowest, highest, policy)
     instance = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
-    traits = (1, None, False) if instance is None else (context.draft_tokens, instance.step_size, instance.equal_rows)
-    draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: traits)
-    drafter = instance or RemoteDrafter(step_size, equal_rows)
+    leads = instance or RemoteDrafter(None, False)
+    traits: Any = [context.draft_tokens, leads.step_size, leads.equal_rows, leads.hidden]
+    draft_tokens, step_size, equal_rows, hidden = communicator.broadcast(lambda: traits)
+    drafter = instance or RemoteDrafter(step_size, equal_rows, tuple(hidden) if isinstance(hidden, list) else hidden)
     return Decoder(model, policy, drafter, draft_tokens, drafting.draft_length == "fixed", communicator)

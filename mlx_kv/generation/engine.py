@@ -138,6 +138,8 @@ class Engine:
             statistics or SpeculationStatistics(),
             statistics is not None and decoder.drafter is not None,
         )
+        if decoder.drafter is not None:
+            self._statistics.drafter = decoder.drafter.name or type(decoder.drafter).__name__
         self.max_batch_size, (self._equal_rows, self._equal_prompts) = max_batch_size, equal_lengths
         self._classes = RowsByClass(decoder.target.model, max_batch_size)
         self._waiting: deque[TokenSequence] = deque()
@@ -172,6 +174,8 @@ class Engine:
         if not sequence.tokens:
             raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
         whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, minimum=1)
+        if sequence.caches is not None:
+            sequence.caches = self._decoder.complete(sequence.caches)
         if sequence.caches is not None and self._batched:
             check_same_kinds(self._empty, sequence.caches)
         sequence.room = sequence.room or self.answers.expect(sequence.max_tokens)

@@ -321,6 +321,7 @@ def _stream(
     decoder = make_decoder(model, policy, draft_model, settings, communicator)
     read = 0
     if prompt_cache is not None:
+        prompt_cache = decoder.complete(cache_list("prompt_cache", prompt_cache))
         _check_cache(model, decoder, prompt_cache)
         offsets = [int(cache.offset) for cache in attention_caches(prompt_cache)]
         read = communicator.all_max(max(offsets, default=0))
@@ -396,14 +397,15 @@ def _responses(
 
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
     """Raises ValueError for a prompt_cache that the model, or its drafts, cannot continue."""
-    caches, layers = cache_list("prompt_cache", caches), len(decoder.make_caches())
+    layers = len(decoder.make_caches())
     if len(caches) != layers:
         raise ValueError(
             f"the prompt_cache has {len(caches)} layers, the model and its drafter {layers}: use make_prompt_cache, "
             "and a drafter without a model"
         )
-    check_windows(model, caches)
-    attach_attention_hooks(model, caches)
+    own = caches[: decoder.target.layers]
+    check_windows(model, own)
+    attach_attention_hooks(model, own)
     if decoder.drafter is None:
         return
     if not can_trim(caches, 0):

@@ -65,6 +65,7 @@ class SpeculationStatistics:
         without: seconds that the same tokens would have taken without drafts, by what such rounds took; None where
             there was none to compare with.
         length: tokens that were drafted for a row at the most, in the last round.
+        drafter: its name.
 
     `caches` are those of the model, for `cache_statistics`.
     """
@@ -76,6 +77,7 @@ class SpeculationStatistics:
     seconds: float = 0.0
     without: float | None = 0.0
     length: int = 0
+    drafter: str = ""
     caches: list[Any] = field(default_factory=list)
 
     def note(self, drafted: Sequence[Sequence[int]], right: Sequence[int], seconds: float, alone: float | None) -> None:
@@ -99,7 +101,7 @@ class SpeculationStatistics:
         if self.without is not None:
             self.without = None if alone is None else self.without + alone * tokens / len(right)
 
-    def figures(self) -> dict[str, float | int | None]:
+    def figures(self) -> dict[str, float | int | str | None]:
         """What a summary tells, by name: counts, and ratios that are rounded."""
         return {
             "drafted": self.drafted,
@@ -108,6 +110,7 @@ class SpeculationStatistics:
             "tokens_per_pass": round(self.tokens_per_pass, 2),
             "draft_length": self.length,
             "draft_gain": None if self.gain is None else round(self.gain, 2),
+            "drafter": self.drafter,
         }
 
     @property

@@ -123,7 +123,7 @@ def is_draft_head(path: Path) -> bool:
     return words is not None and words.get("format") == FORMAT
 
 
-def _read_head(path: Path, model: nn.Module) -> DraftHead:
+def _read_head(path: Path, model: nn.Module, whole: bool) -> DraftHead:
     """The head in a file of `save_draft_head`.
 
     Raises:
@@ -147,7 +147,7 @@ def _read_head(path: Path, model: nn.Module) -> DraftHead:
     except ValueError as error:
         raise ValueError(f"{path} was damaged ({error}): {FIX}") from error
     head.details.update(details)
-    if metadata.fingerprint != model_fingerprint(model):
+    if whole and metadata.fingerprint != model_fingerprint(model):
         raise ValueError(f"{path} is a head of another model: run mlx-kv train-drafter MODEL")
     return head
 
@@ -155,13 +155,14 @@ def _read_head(path: Path, model: nn.Module) -> DraftHead:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def load_draft_head(path_or_hub_id: str | Path, model: nn.Module) -> DraftHead:
+def load_draft_head(path_or_hub_id: str | Path, model: nn.Module, *, whole: bool = True) -> DraftHead:
     """Loads a head that drafts for a model, for `draft_model=` of all functions that generate.
 
     Args:
         path_or_hub_id: a file of `mlx-kv train-drafter`; or a directory or a repository with a head of this model: the
             model's own, of which only the files with the head are read, one of mlx-vlm's `split_mtp`, or of EAGLE-3.
         model: as `load` returns it.
+        whole: False for a part of a model, of which it is not checked that the head was trained for it.
 
     Raises:
         ValueError: there is no head of this model.
@@ -174,7 +175,7 @@ def load_draft_head(path_or_hub_id: str | Path, model: nn.Module) -> DraftHead:
     check_type("path_or_hub_id", path_or_hub_id, str | os.PathLike, "give a file, a directory or a hub id")
     path = Path(path_or_hub_id)
     if path.is_file():
-        head = _read_head(path, model)
+        head = _read_head(path, model, whole)
     else:
         folder = path if path.is_dir() else _downloaded(str(path_or_hub_id), _prefixes(model))
         found = _head_in(folder, model)
@@ -189,14 +190,14 @@ def load_draft_head(path_or_hub_id: str | Path, model: nn.Module) -> DraftHead:
 FIX_NONE = "give the repository that the model was made from, or train one with mlx-kv train-drafter"
 
 
-def find_draft_head(model_path: str | Path, model: nn.Module) -> DraftHead | None:
+def find_draft_head(model_path: str | Path, model: nn.Module, *, whole: bool = True) -> DraftHead | None:
     """The head of a model: that of `train-drafter` beside its directory, or the one in its files; None without any."""
     folder = Path(model_path)
     if not folder.is_dir():
         return None
     trained = head_file(folder)
     if is_draft_head(trained):
-        return load_draft_head(trained, model)
+        return load_draft_head(trained, model, whole=whole)
     return None if _head_in(folder, model) is None else load_draft_head(folder, model)
 
 
@@ -224,8 +225,11 @@ def _head_in(folder: Path, model: nn.Module) -> DraftHead | None:
 
 def _prefixes(model: nn.Module) -> tuple[str, ...]:
     """Of the tensors of a head in the files of a model of this kind; none where no head is known."""
-    kind, layers = architecture(model), len(model.layers)
-    return tuple(each.format(n=layers) for each in FORMATS.find(kind).prefixes) if kind in FORMATS.names() else ()
+    kind = architecture(model)
+    if kind not in FORMATS.names():
+        return ()
+    text: Any = getattr(model, "language_model", model)
+    return tuple(each.format(n=text.args.num_hidden_layers) for each in FORMATS.find(kind).prefixes)
 
 
 def _downloaded(hub_id: str, prefixes: Sequence[str]) -> Path:

@@ -180,7 +180,7 @@ class HeadFormat(NamedTuple):
         text: Any = getattr(model, "language_model", model)
         layers: Any = model.layers
         args, number = text.args, self.like(text.args)
-        like = layers[min(number, len(layers) - 1)]
+        like = layers[min(number, len(layers) - 1)]  # a part of a model may have others, of the same class
         numbered = len(inspect.signature(type(like)).parameters) > 1
         layer = type(like)(args, number) if numbered else type(like)(args)
         made: list[Any] = stock.make_prompt_cache(model)

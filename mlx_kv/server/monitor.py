@@ -93,6 +93,7 @@ class Metrics:
         self.draft_length = gauge("draft_length", "Maximum draft tokens of a row in the last pass.")
         self.draft_tokens_per_pass = gauge("draft_tokens_per_pass", "Average tokens of a row per pass.")
         self.draft_gain = gauge("draft_gain", "Speed relative to decoding without drafts; 0 if unknown.")
+        self.drafters = gauge("drafter", "1 for each drafter in use.", "drafter")
         self.bytes_live = gauge("kv_bytes_live", "Bytes of visible keys and values of decoding rows.")
         self.bytes_allocated = gauge("kv_bytes_allocated", "Bytes allocated for keys and values, dead slots included.")
         self.bytes_full = gauge("kv_bytes_full", "Bytes of all tokens' keys and values, without eviction.")
@@ -466,6 +467,7 @@ class Monitor:
         known, before = last
         before = before if before is not None and known is source else SpeculationStatistics()
         now = replace(source, caches=[])
+        self.metrics.drafters.labels(now.drafter).set(1)
         self.metrics.drafted.inc(now.drafted - before.drafted)
         self.metrics.accepted.inc(now.accepted - before.accepted)
         self.metrics.draft_passes.inc(now.rounds - before.rounds)

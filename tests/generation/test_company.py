@@ -60,7 +60,7 @@ POLICIES = {
 }
 COARSE = ("8 and 4 bits", "mxfp8")
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "lfm2")  # full attention, windows, windows and sinks, recurrent layers
-OTHERS = ("qwen3", "olmo3", "mistral", "deepseek_v3", "deepseek_v32", "falcon_h1")
+OTHERS = ("qwen3", "olmo3", "mistral", "deepseek_v3", "deepseek_v32", "falcon_h1", "qwen3_next", "qwen3_5")
 REFUSED = [("gpt_oss", "the newest as they came")]  # its sinks: make_prompt_cache says so
 CASES = [
     *((family, policy) for policy in POLICIES for family in FAMILIES if (family, policy) not in REFUSED),

@@ -1,8 +1,10 @@
 """Random histories of an engine: sequences come, go on from prefixes and drafts, lose their rows, and are cancelled.
 
-Each that ends has the tokens that it has alone on a CPU, also where everything is chosen as on a GPU. This runs 2,000:
+Each that ends has the tokens that it has alone on a CPU, also where everything is chosen as on a GPU. This runs 2,000,
+and 1,000 of which all draft with a head of the model, where they can draft:
 
     PYTHONPATH=.:tests python tests/generation/test_histories.py 2000
+    PYTHONPATH=.:tests python tests/generation/test_histories.py 1000 heads
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from draft_heads import bigram_head, calm
 from engines import as_on_a_gpu, make_engine
 from test_batch_generation import shaken
 from test_company import BEGINNING, CASES, CHUNK, COARSE, NEARLY, NEARLY_IF_COARSE, policy_for, until_a_tie
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import PromptMemory
+from mlx_kv import PromptMemory, SpeculationStatistics
 from mlx_kv.generation.admission import tokens_of
 from mlx_kv.generation.sequence import TokenSequence
 
@@ -39,21 +42,25 @@ class Request:
 
 
 @functools.lru_cache(MODELS)
-def models(family: str) -> tuple[Any, Any]:
-    model = make_model(family)
-    return model, shaken(model, 0.05, family)
+def models(family: str, heads: bool) -> tuple[Any, Any, Any]:
+    """A model, one that says nearly the same, and a head of it; of a model of which heads know more, if they draft."""
+    model = calm(make_model(family)) if heads else make_model(family)
+    return model, shaken(model, 0.05, family), bigram_head(model)
 
 
 class History:
     """One engine, and what happens to it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, heads: bool = False) -> None:
         self.drawn = random.Random(number)
         self.family, self.name = CASES[number % len(CASES)]
-        self.policy, (self.model, draft) = policy_for(self.family, self.name), models(self.family)
+        self.policy, (self.model, *drafts) = policy_for(self.family, self.name), models(self.family, heads)
         self.whole = self.policy.budget is None and self.name not in REREADS  # prefixes are as if read anew
-        drafts = self.policy.budget is None and self.family != "deepseek_v32" and self.drawn.random() < 0.3
-        how: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": 3} if drafts else {}
+        how: dict[str, Any] = {}
+        self.statistics = SpeculationStatistics()
+        if self.policy.budget is None and self.family != "deepseek_v32" and (heads or self.drawn.random() < 0.4):
+            how = {"draft_model": drafts[1] if heads else self.drawn.choice(drafts), "num_draft_tokens": 3}
+            how |= {"draft_length": "fixed", "statistics": self.statistics}
         rows = self.drawn.choice([1, 2, 3, 5])
         self.engine = make_engine(self.model, set(), self.policy, rows, CHUNK, return_caches=True, **how)
         self.memory = PromptMemory(2**26, fingerprint="history")
@@ -147,9 +154,9 @@ class History:
         assert [request.tokens[: len(each)] for request, each in zip(told, wanted, strict=True)] == wanted
 
 
-def play(numbers: range) -> tuple[int, int]:
-    """Checks histories; returns how often rows were preempted, and how many tokens were reused."""
-    preempted = reused = 0
+def play(numbers: range, heads: bool = False) -> tuple[int, int, int, int]:
+    """Checks histories; returns how often rows were preempted, and tokens that were reused, drafted and accepted."""
+    preempted = reused = drafted = accepted = 0
     for number in numbers:
         family, name = CASES[number % len(CASES)]
         policy = policy_for(family, name)
@@ -157,27 +164,27 @@ def play(numbers: range) -> tuple[int, int]:
         coarse = policy.bits is not None and policy.budget is not None
         try:
             with as_on_a_gpu() if number // len(CASES) % 2 and not coarse else contextlib.nullcontext():
-                history = History(number)
+                history = History(number, heads)
                 history.run()
             history.check()
         except BaseException as error:
             error.add_note(f"history {number}: {family}, {name}")
             raise
         preempted, reused = preempted + history.preempted, reused + history.reused
-    return preempted, reused
+        drafted, accepted = drafted + history.statistics.drafted, accepted + history.statistics.accepted
+    return preempted, reused, drafted, accepted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whatever_happens_to_an_engine_each_sequence_has_the_tokens_that_it_has_alone(part: int) -> None:
-    preempted, reused = play(range(HISTORIES)[part::PARTS])
-    assert preempted > 0
-    assert reused > 0
+    assert all(count > 0 for count in play(range(HISTORIES)[part::PARTS]))
 
 
-def test_a_few_histories() -> None:
-    play(range(0, 4 * len(CASES), 29))
+@pytest.mark.parametrize("heads", [False, True])
+def test_a_few_histories(heads: bool) -> None:
+    play(range(0, 4 * len(CASES), 29), heads)
 
 
 if __name__ == "__main__":
-    print(play(range(int(sys.argv[1]))))
+    print(play(range(int(sys.argv[1])), sys.argv[2:] == ["heads"]))

@@ -10,10 +10,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from gated_delta_models import GATED_DELTA
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
-from tiny_models import COMMON, FAMILIES, MLA, VOCAB, make_model
+from tiny_models import COMMON, FAMILIES, GATED_DELTA, MLA, VOCAB, make_model
 
 from mlx_kv.files import tensor_files
 from mlx_kv.mlxlm.head_files import HeadShape, find_draft_head, head_file, load_draft_head, save_draft_head

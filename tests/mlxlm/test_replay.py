@@ -10,8 +10,7 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from gated_delta_models import GATED_DELTA
-from tiny_models import FAMILIES, VOCAB, make_model
+from tiny_models import GATED_DELTA, VOCAB, make_model
 
 from mlx_kv import CachePolicy, Drafter, SpeculationStatistics, batch_generate, make_prompt_cache
 from mlx_kv.generation import decode_batch
@@ -21,12 +20,6 @@ from mlx_kv.mlxlm.replay import PassRecorder, can_replay
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
 
 PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (5, 33, 1, 60)]
-
-
-@pytest.fixture(autouse=True)
-def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    for family, settings in GATED_DELTA.items():
-        monkeypatch.setitem(FAMILIES, family, settings)
 
 
 def test_which_models_can() -> None:

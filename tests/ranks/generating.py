@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "mlxlm"))
 
 import mlx.core as mx
 import mlx.nn as nn
+from draft_heads import random_head
 from families import make_family
 from family_configurations import CONFIGURATIONS
 from mlx.utils import tree_map
@@ -213,6 +214,8 @@ def speculated(policy: CachePolicy = PLAIN, **options: Any) -> Case:
     def case(model: nn.Module, group: Any) -> list[Any]:
         own = dict(options) if leads(group) else {}
         draft = nearly("qwen2") if own.pop("draft", False) else None
+        if own.pop("head", False):
+            draft = random_head(model)
         counts = SpeculationStatistics()
         if leads(group):
             own = {"draft_length": "fixed", "num_draft_tokens": 3, "max_tokens": 24, **own}
@@ -244,6 +247,8 @@ CASES: dict[str, Case] = {
     "a draft model": speculated(draft=True),
     "a draft model, seeded": speculated(draft=True, sampler=TEMPERATURE, seed=2),
     "a draft model, another sampler": speculated(draft=True, sampler=likeliest),
+    "a head": speculated(head=True),
+    "a head, 8 bits, seeded": speculated(EIGHT_BITS, head=True, sampler=TEMPERATURE, seed=2),
     "pace": speculated(drafter="suffix", draft_length="chosen", max_tokens=40),
     "batch, suffix": batched(drafter="suffix", num_draft_tokens=4, draft_length="fixed"),
     "batch, suffix, seeded": batched(drafter="suffix", sampler=TEMPERATURE, seed=4, num_draft_tokens=4),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from draft_heads import random_head
 from engines import make_engine
 from generating import BUDGET, PENALTIES, PLAIN, PROMPT, RING, TEMPERATURE, form, joined, model_of, nearly
 
@@ -184,6 +185,8 @@ CASES: dict[str, Case] = {
     "rows, suffix": coming_and_going(**SUFFIX),
     "rows, draft": coming_and_going(**DRAFT),
     "rows, budget, draft": coming_and_going(BUDGETED, **DRAFT),
+    "rows, head": coming_and_going(head=True, num_draft_tokens=3, draft_length="fixed"),
+    "going on, head": going_on(head=True, num_draft_tokens=3, draft_length="fixed"),
     "rows, processed": processed(),
     "rows, processed, suffix": processed(**SUFFIX),
     "made anew": made_anew,
@@ -201,8 +204,10 @@ CASES: dict[str, Case] = {
 def maker(family: str, model: Any, communicator: Communicator = LOCAL) -> Make:
     """Makes engines of a model; a draft model is the leader's alone."""
 
-    def make(policy: CachePolicy, draft: bool = False, **settings: Any) -> Engine:
-        drafts = nearly(family) if draft and communicator.leads else None
+    def make(policy: CachePolicy, draft: bool = False, head: bool = False, **settings: Any) -> Engine:
+        drafts = None
+        if communicator.leads:
+            drafts = nearly(family) if draft else random_head(model) if head else None
         return make_engine(model, set(), policy, draft_model=drafts, communicator=communicator, **settings)
 
     return make

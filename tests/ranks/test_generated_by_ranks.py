@@ -24,6 +24,7 @@ FEW = (
     "suffix, 8 bits",
     "suffix, budget, share=layers",
     "a draft model, another sampler",
+    "a head",
     "pace",
 )
 

@@ -13,7 +13,14 @@ expected = functools.cache(alone)
 EVERYTHING = tuple(CASES)
 # One rank alone has layers with a budget, and it does not lead: so no budget can be that all layers share.
 BY_LAYER = ("rows", "rows, draft", *(name for name in CASES if "of a layer" in name))
-FEW = ("rows, processed", "rows, budget, draft", "failed, budget", "going on, plain", "going on, budget, draft")
+FEW = (
+    "rows, processed",
+    "rows, head",
+    "rows, budget, draft",
+    "failed, budget",
+    "going on, plain",
+    "going on, budget, draft",
+)
 
 
 @pytest.mark.parametrize(

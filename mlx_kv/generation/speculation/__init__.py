@@ -37,10 +37,11 @@ class DraftSettings:
     drafter: str | Factory | Drafter | None = setting(
         None,
         option=("--draft", "--drafter"),
-        summary="Speculate: auto, suffix, ngram or model.",
+        summary="Speculate: auto, mtp, suffix, ngram, model.",
         metavar="NAME",
-        help="Speculate with this drafter: ngram and suffix look the last tokens up in the text, auto is suffix "
-        "(fastest in measurements), model is --draft-model; packages add others. The text stays the same.",
+        help="Speculate with this drafter: ngram and suffix look the last tokens up in the text, mtp is a head of the "
+        "model, model is --draft-model, auto a head where there is one, else suffix; packages add others. The text "
+        "stays the same.",
     )
     num_draft_tokens: int | None = setting(
         None,
@@ -95,7 +96,8 @@ class DraftSettings:
         """Maximum number of tokens drafted for each pass."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
-        from mlx_kv.generation.speculation.drafters import DRAFTERS, LookupDrafter
+        from mlx_kv.generation.speculation.drafters import DRAFTERS, LookupDrafter, make_best
 
         factory = DRAFTERS.find(self.drafter) if isinstance(self.drafter, str) else self.drafter
-        return LOOKUP_TOKENS if isinstance(factory, type) and issubclass(factory, LookupDrafter) else DRAFT_TOKENS
+        looks_up = factory is make_best or (isinstance(factory, type) and issubclass(factory, LookupDrafter))
+        return LOOKUP_TOKENS if looks_up else DRAFT_TOKENS

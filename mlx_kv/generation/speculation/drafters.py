@@ -61,6 +61,7 @@ class Drafter(Protocol):
     methods; the others have the behaviour of a drafter without caches.
 
     Attributes:
+        name: in statistics; without one, that of its class.
         step_size: tokens of a prompt that it reads at once; None for any number.
         equal_rows: whether it supports a single row only.
         proposals_cost: whether proposals take noticeable time, such as a pass of a model. If false, `propose` may also
@@ -72,6 +73,7 @@ class Drafter(Protocol):
             token before the last one. They are zeros where they are not known. None reads none.
     """
 
+    name: ClassVar[str] = ""
     hidden: Hidden | None = None
     step_size: int | None = None
     equal_rows: bool = False
@@ -113,6 +115,7 @@ class Drafter(Protocol):
 
     def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None:
         """Reads some tokens of prompts, of each row any number, into such caches. Not asked where there are none."""
+        return
 
     def behind(self, row: int) -> int:
         """How many tokens of a row its caches have yet to read."""
@@ -127,22 +130,21 @@ class RemoteDrafter(Drafter):
     """Replaces the leader's drafter in the other processes, where it is never called to propose.
 
     Args:
-        step_size, equal_rows: of the leader's drafter.
+        step_size, equal_rows, hidden: of the leader's drafter. The other processes compute the states that it reads,
+            too: they have parts of the layers.
     """
 
-    def __init__(self, step_size: int | None, equal_rows: bool) -> None:
-        self.step_size, self.equal_rows = step_size, equal_rows
+    def __init__(self, step_size: int | None, equal_rows: bool, hidden: Hidden | None = None) -> None:
+        self.step_size, self.equal_rows, self.hidden = step_size, equal_rows, hidden
 
-    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None: ...
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any], states: mx.array | None = None) -> None: ...
 
     def keep(self, rows: Sequence[int]) -> None: ...
 
     def propose(self, most: int, choice: Choice) -> Sequence[Sequence[int]]:
         raise AssertionError("the leader drafts")
 
-    def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None: ...
-
-    def accepted(self, tokens: Sequence[Sequence[int]]) -> None: ...
+    def accepted(self, tokens: Sequence[Sequence[int]], states: mx.array | None = None) -> None: ...
 
 
 # --- a draft model ----------------------------------------------------------------------------------------------------
@@ -155,6 +157,8 @@ class ModelDrafter(Drafter):
     Raises:
         ValueError: no draft model, one with another vocabulary, or with caches that cannot take back tokens.
     """
+
+    name = "model"
 
     def __init__(self, context: DrafterContext) -> None:
         if context.draft_model is None:
@@ -254,6 +258,8 @@ class HeadDrafter(Drafter):
     Raises:
         ValueError: the context has no head.
     """
+
+    name = "mtp"
 
     def __init__(self, context: DrafterContext) -> None:
         head = context.draft_model
@@ -397,7 +403,6 @@ class LookupDrafter(Drafter):
         ValueError: a draft model.
     """
 
-    name: ClassVar[str]
     proposals_cost = False
 
     def __init__(self, context: DrafterContext) -> None:
@@ -688,9 +693,14 @@ class SuffixDrafter(LookupDrafter):
 
 Factory = Callable[[DrafterContext], Drafter]
 
-# Suffixes beat n-grams nearly everywhere: as many tokens are right, of a third of the drafts.
+
+def make_best(context: DrafterContext) -> Drafter:
+    """A head of the model where there is one, else suffixes: as many tokens are right as of n-grams, of a third."""
+    return HeadDrafter(context) if isinstance(context.draft_model, DraftHead) else SuffixDrafter(context)
+
+
 OURS: dict[str, Factory] = {
-    "auto": SuffixDrafter,
+    "auto": make_best,
     "model": ModelDrafter,
     "mtp": HeadDrafter,
     "ngram": NgramDrafter,
