@@ -123,9 +123,17 @@ class Material:
     def __init__(self, model: nn.Module, tokenizer: Any, texts: Sequence[Tokens] | None) -> None:
         self._model, self._tokenizer, self._texts = model, tokenizer, texts
         self._drawn = TrainingTexts(tokenizer)
+        self._first: dict[int, list[Tokens]] = {}  # rounds that are wanted twice
+
+    def first_rounds(self) -> list[Tokens]:
+        """The pieces of the rounds that come first."""
+        self._first = {number: self.round(number) for number in range(FIRST_ROUNDS)}
+        return [piece for pieces in self._first.values() for piece in pieces]
 
     def round(self, number: int) -> list[Tokens]:
         """The pieces of a round, in a random order; the same ones each time."""
+        if (known := self._first.pop(number, None)) is not None:
+            return known
         drawn = random.Random(f"round {number}")
         first, count = number * ROUND_TEXTS, number * ROUND_REQUESTS
         if self._texts is None:
@@ -240,7 +248,7 @@ class Training:
                 progress(min(at.tokens, total), total)
                 if marks and at.tokens >= marks[0]:
                     self._measure()
-                    marks = marks[1:]
+                    marks = [mark for mark in marks if mark > at.tokens]
                 if at.tokens >= total:
                     break
             at.rounds += 1
@@ -253,7 +261,7 @@ class Training:
 
     def _begin(self) -> None:
         """Chooses the tokens to guess, and makes the head the linear map to the next state."""
-        pieces = [piece for number in range(FIRST_ROUNDS) for piece in self._material.round(number)]
+        pieces = self._material.first_rounds()
         assert self.head.ids is not None
         counts = np.bincount(np.concatenate(pieces), minlength=self._tap.vocabulary)
         # Those that were not met follow in the order of their ids: in most tokenizers the frequent ones come first.
