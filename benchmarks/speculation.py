@@ -2,14 +2,17 @@
 
     python tools/smollm2.py build/smollm2
     python benchmarks/speculation.py [--model build/smollm2] [--tokens 96] [--rounds 3] [--rows 1,4] [--figure FILE.svg]
+    python benchmarks/speculation.py --model build/smollm2 --head build/smollm2.kvdraft.safetensors --rows 1,4,16
 
 The physics. Decoding reads all weights for each pass, of one token or of nine: on a machine whose memory is the limit a
 pass of several tokens costs little more than one, and each drafted token that is right saves a pass. Arithmetic grows
 with tokens, so how much more it costs is the machine's affair, and is measured here first.
 
-Five tasks, each a text of this file's own and a question about it, for a chat model: to edit code, to repeat a text, to
-summarise it, to take facts out of it as JSON, and an open question about nothing that stands there. Plain decoding and
-the drafters without a model take turns, greedy, with the length that is chosen while it runs; an answer has at most
+With --head, a head of the model drafts, too: alone (`mtp`), and with suffixes (`auto`), the better of both for each row.
+
+Six tasks, each a text of this file's own and a question about it, for a chat model: to edit code, to repeat a text, to
+summarise it, to take facts out of it as JSON, an open question about nothing that stands there, and to write code.
+Plain decoding and the drafters take turns, greedy, with the length that is chosen while it runs; an answer has at most
 --tokens tokens. With 4 rows, four variants of the task decode together, and all tokens count.
 
 Without --model there is the bundled pair alone: the reference model with its draft model, on source code, against plain
@@ -35,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
-from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, model_path
+from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, load_draft_head, model_path
 from mlx_kv.generation.speculation.drafters import Drafter
 from mlx_kv.mlxlm.loading import load
 
@@ -98,6 +101,10 @@ TASKS: dict[str, tuple[str, Sequence[str]]] = {
         "Tell me about {what}.",
         ("a day at the sea", "why the sky is blue", "how bread is made", "a walk in the forest"),
     ),
+    "code": (
+        "Write a Python function that {what}.",
+        ("counts words", "reverses a list", "finds the largest number", "checks for a palindrome"),
+    ),
 }
 SIDES = ("plain", "ngram", "suffix")
 
@@ -105,7 +112,8 @@ SIDES = ("plain", "ngram", "suffix")
 def prompts_of(task: str, tokenizer: Any, rows: int) -> list[list[int]]:
     template, variants = TASKS[task]
     text = CODE if task == "edit" else STORY
-    questions = [template.format(text=text, what=variant) for variant in variants[:rows]]
+    questions = [template.format(text=text, what=variants[row % len(variants)]) for row in range(rows)]
+    questions = [f"{question}{' Please.' * (row // len(variants))}" for row, question in enumerate(questions)]
     return [
         tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         for question in questions
@@ -168,19 +176,25 @@ def costs_of_passes(model: Any, vocabulary: int) -> dict[str, float]:
     return {count: round(each / seconds["1"], 2) for count, each in seconds.items()}
 
 
-def measure_tasks(path: str, tokens: int, rounds: int, rows: Sequence[int]) -> dict[str, Any]:
+def measure_tasks(
+    path: str, head_path: str | None, tasks: Sequence[str], tokens: int, rounds: int, rows: Sequence[int]
+) -> dict[str, Any]:
     model, tokenizer = load(path)
+    head = None if head_path is None else load_draft_head(head_path, model)
+    sides = SIDES if head is None else ("plain", "suffix", "mtp", "auto")
     line: dict[str, Any] = {"pass_costs": costs_of_passes(model, 10_000)}
     print(f"{path}: a pass of n tokens costs {line['pass_costs']}", file=sys.stderr, flush=True)
     for count in rows:
-        for task in TASKS:
+        for task in tasks:
             prompts = prompts_of(task, tokenizer, count)
 
             def side(name: str, prompts: list[list[int]] = prompts) -> Callable[[], dict[str, Any]]:
-                options = {} if name == "plain" else {"drafter": name}
+                options: dict[str, Any] = {} if name == "plain" else {"drafter": name}
+                if name in ("mtp", "auto"):
+                    options["draft_model"] = head
                 return lambda: decoded(model, prompts, tokens, tokenizer, **options)
 
-            line[f"{task}_{count}"] = compared(rounds, {name: side(name) for name in SIDES}, f"{task}, {count} rows")
+            line[f"{task}_{count}"] = compared(rounds, {name: side(name) for name in sides}, f"{task}, {count} rows")
     return line
 
 
@@ -368,7 +382,9 @@ def draw(path: Path, told: list[int], lengths: list[int], gains: list[tuple[int,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a chat model that mlx-lm loads, for the five tasks")
+    parser.add_argument("--model", help="a chat model that mlx-lm loads, for the tasks")
+    parser.add_argument("--head", help="a head of that model, as of --draft-head")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, at the most")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured")
     parser.add_argument("--rows", default="1,4", help="rows of a batch, separated by commas")
@@ -380,7 +396,7 @@ def main() -> None:
     line["qwen3_next"] = measure_recurrent(given.tokens, given.rounds)
     if given.model:
         rows = [int(count) for count in given.rows.split(",")]
-        line["tasks"] = measure_tasks(given.model, given.tokens, given.rounds, rows)
+        line["tasks"] = measure_tasks(given.model, given.head, given.tasks.split(","), given.tokens, given.rounds, rows)
     print(json.dumps(line))
 
 

@@ -4,6 +4,7 @@
     convert.py    our caches instead of a model's own
     traverse.py   the caches of all layers: listed, trimmed, compacted
     recurrent.py  recurrent state with checkpoints
+    replay.py     recurrent layers that go back within a pass
     batching.py   caches as rows of a batch, and mlx-lm's generator
     probe.py      probes: how a model uses its caches, and the RoPE of what it caches
     attention.py  a patch of the attention function, and which layers go through it

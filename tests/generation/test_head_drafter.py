@@ -28,7 +28,7 @@ from mlx_kv.cache.layout import Budget
 from mlx_kv.generation.admission import Admission
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters
-from mlx_kv.generation.speculation.drafters import DrafterContext, HeadDrafter
+from mlx_kv.generation.speculation.drafters import DrafterContext, HeadDrafter, JointDrafter
 from mlx_kv.mlxlm.heads import DraftHead
 from mlx_kv.mlxlm.taps import HiddenTap
 from mlx_kv.mlxlm.traverse import trim_all
@@ -159,6 +159,7 @@ def test_a_head_is_found_by_what_it_is() -> None:
     context = DrafterContext(model, VOCAB, 3, head)
     assert type(drafters.find_drafter(None, context)) is HeadDrafter
     assert type(drafters.find_drafter("mtp", context)) is HeadDrafter
+    assert type(drafters.find_drafter("auto", context)) is JointDrafter
     with pytest.raises(ValueError, match="give what load_draft_head returns"):
         drafters.find_drafter("mtp", DrafterContext(model, VOCAB, 3, model))
     with pytest.raises(ValueError, match="leave out the drafter"):
@@ -204,6 +205,27 @@ def test_the_text_is_that_without_a_head(name: str, sampler: Any) -> None:
         assert outputs_of(model, PROMPTS, length, **options, **drafting) == wanted
         assert statistics.drafted > 0
         assert isinstance(head, TableHead) == (statistics.acceptance_rate > 0.1)
+
+
+def test_with_suffixes_the_head_guesses_for_rows_that_say_something_new() -> None:
+    model = calm(make_model("llama"))
+    asked: list[list[bool]] = []
+
+    class Watched(JointDrafter):
+        def propose(self, most: int, choice: Any) -> list[list[int]]:
+            drafted = super().propose(most, choice)
+            assert all(len(row) <= most for row in drafted)
+            asked.append([count >= 4 for count in self._suffixes.matched])
+            return drafted
+
+    prompts = [PROMPTS[1], [*PROMPTS[0] * 5], PROMPTS[4]]
+    wanted = outputs_of(model, prompts, 40)
+    options: dict[str, Any] = {"draft_model": bigram_head(model), "draft_length": "fixed", "num_draft_tokens": 6}
+    assert outputs_of(model, prompts, 40, drafter=Watched, **options) == wanted
+    assert any(any(rows) and not all(rows) for rows in asked), "rows differ in one round"
+    statistics = SpeculationStatistics()
+    assert outputs_of(model, prompts, 40, drafter="auto", statistics=statistics, **options) == wanted
+    assert statistics.drafter == "mtp and suffix"
 
 
 def test_its_cache_follows_the_policy() -> None:

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
@@ -670,6 +670,11 @@ class SuffixText(Text):
             return []
         return repeat_from(self._automaton.text, self._automaton.after, min(max_tokens, self._automaton.matched))
 
+    @property
+    def matched(self) -> int:
+        """Last tokens of the text that were there before."""
+        return max(self._automaton.matched, *(matcher.matched for matcher in self._matchers))
+
     def ended(self) -> None:
         if len(self._automaton.text) > self._prompt:
             self._recent.add(list(self._automaton.text[self._shared_from :]))
@@ -684,8 +689,51 @@ class SuffixDrafter(LookupDrafter):
         super().__init__(context)
         self._recent = RecentAnswers()
 
+    @property
+    def matched(self) -> list[int]:
+        """Of each row, the last tokens that were there before."""
+        return [text.matched for text in self._texts if isinstance(text, SuffixText)]
+
     def new_text(self, prompt: Sequence[int]) -> SuffixText:
         return SuffixText(prompt, self.context.lookup_min, self._recent)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+SURE = 4  # tokens that were there before, from which on what followed them is right more often than a head
+HEAD_TOKENS = 3  # guesses of a head in a row: each costs a pass of it
+
+
+class JointDrafter(HeadDrafter):
+    """For each row what followed its last tokens before, if these are many enough, else what a head guesses."""
+
+    name = "mtp and suffix"
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self._suffixes = SuffixDrafter(replace(context, draft_model=None))
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any], states: mx.array | None = None) -> None:
+        super().join(prompts, caches, states)
+        self._suffixes.join(prompts, [])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        self._suffixes.keep(rows)
+
+    def keep_private(self, rows: Sequence[int]) -> None:
+        self._suffixes.keep_private(rows)
+
+    def propose(self, most: int, choice: Choice) -> list[list[int]]:
+        found, sure = self._suffixes.propose(most, choice), self._suffixes.matched
+        if all(count >= SURE for count in sure):
+            return found
+        guessed = super().propose(min(most, HEAD_TOKENS), choice)
+        return [row if count >= SURE else other for row, count, other in zip(found, sure, guessed, strict=True)]
+
+    def accepted(self, tokens: Sequence[Sequence[int]], states: mx.array | None = None) -> None:
+        super().accepted(tokens, states)
+        self._suffixes.accepted(tokens)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -695,8 +743,8 @@ Factory = Callable[[DrafterContext], Drafter]
 
 
 def make_best(context: DrafterContext) -> Drafter:
-    """A head of the model where there is one, else suffixes: as many tokens are right as of n-grams, of a third."""
-    return HeadDrafter(context) if isinstance(context.draft_model, DraftHead) else SuffixDrafter(context)
+    """Suffixes, of which as many tokens are right as of n-grams, of a third; with a head where the model has one."""
+    return JointDrafter(context) if isinstance(context.draft_model, DraftHead) else SuffixDrafter(context)
 
 
 OURS: dict[str, Factory] = {
