@@ -8,7 +8,7 @@ The physics. Decoding reads all weights for each pass, of one token or of nine: 
 pass of several tokens costs little more than one, and each drafted token that is right saves a pass. Arithmetic grows
 with tokens, so how much more it costs is the machine's affair, and is measured here first.
 
-With --head, a head of the model drafts, too: alone (`mtp`), and with suffixes (`auto`), the better of both for each row.
+With --head, a head of the model drafts, too: alone (`mtp`), and with suffixes (`auto`), the better one for each row.
 
 Six tasks, each a text of this file's own and a question about it, for a chat model: to edit code, to repeat a text, to
 summarise it, to take facts out of it as JSON, an open question about nothing that stands there, and to write code.
