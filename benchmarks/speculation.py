@@ -17,7 +17,9 @@ Plain decoding and the drafters take turns, greedy, with the length that is chos
 
 Without --model there is the bundled pair alone: the reference model with its draft model, on source code, against plain
 decoding and against mlx-lm's own loop with the same draft model (K = 3, its caches). And a tiny random model with
-recurrent layers (qwen3_next), whose drafter is told the answer: what checkpoints and reading again leave of the gain.
+recurrent layers (qwen3_next), whose drafter is told the answer: what going back leaves of the gain. --parts rollback
+has one in the shapes of Qwen3-Next's layers (four of them, 32 experts), of whose drafts half is right: the time of a
+round that applies the right tokens to the recorded state, over that of one that reads them again.
 
 Then a text that changes: the reference model, whose logits are made to say a script, repeats some tokens, goes on with
 random ones, and repeats again: the length that is chosen, and the gain, over time; --figure draws it.
@@ -36,9 +38,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, load_draft_head, model_path
+from mlx_kv.generation import decode_batch
 from mlx_kv.generation.speculation.drafters import Drafter
 from mlx_kv.mlxlm.loading import load
 
@@ -278,6 +282,43 @@ def measure_recurrent(tokens: int, rounds: int) -> dict[str, Any]:
     return line
 
 
+class Half(Told):
+    """Knows the first half of each draft."""
+
+    def propose(self, most: int, choice: Any) -> list[list[int]]:
+        said = super().propose(most, choice)
+        return [[token if i < most // 2 else (token + 1) % 8192 for i, token in enumerate(row)] for row in said]
+
+
+def measure_rollback(tokens: int, rounds: int) -> dict[str, Any]:
+    mx.random.seed(0)
+    args = qwen3_next.ModelArgs(
+        model_type="qwen3_next", hidden_size=2048, num_hidden_layers=4, intermediate_size=5120, num_attention_heads=16,
+        linear_num_value_heads=32, linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4, num_experts=32, num_experts_per_tok=10, decoder_sparse_step=1,
+        shared_expert_intermediate_size=512, mlp_only_layers=[], moe_intermediate_size=512, rms_norm_eps=1e-6,
+        vocab_size=8192, num_key_value_heads=2, rope_theta=1e7, partial_rotary_factor=0.25,
+        max_position_embeddings=4096, head_dim=256, full_attention_interval=4,
+    )  # fmt: skip
+    model = qwen3_next.Model(args)
+    mx.eval(model.parameters())
+    prompt = mx.random.randint(1, 8192, (100,), key=mx.random.key(2)).tolist()
+    answer = decoded(model, [prompt], tokens)["said"]
+
+    def side(replays: bool) -> dict[str, Any]:
+        with mock.patch.object(decode_batch, "can_replay", return_value=replays):
+            options: dict[str, Any] = {"num_draft_tokens": 8, "draft_length": "fixed"}
+            run = decoded(model, [prompt], tokens, drafter=Half(answer, 0.0), **options)
+        assert run["said"] == answer
+        return {"seconds": (sum(map(len, run["said"])) - 1) / run["speed"] / run["counts"].rounds}
+
+    runs = take_turns(rounds, {"replay": lambda: side(True), "reading": lambda: side(False)})
+    seconds = {name: medians(each)["seconds"] for name, each in runs.items()}
+    ratio = round(seconds["replay"] / seconds["reading"], 3)
+    print(f"  a round: {1000 * seconds['replay']:.0f} ms, read again {1000 * seconds['reading']:.0f}", file=sys.stderr)
+    return {"ratio": ratio} | {name: round(each, 4) for name, each in seconds.items()}
+
+
 def measure_change(figure: Path | None, part: int = 240) -> dict[str, Any]:
     """Predictable, random and predictable again: what is chosen, and what it gains."""
     from mlx_kv.generation.decoder import make_decoder
@@ -383,6 +424,7 @@ def draw(path: Path, told: list[int], lengths: list[int], gains: list[tuple[int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a chat model that mlx-lm loads, for the tasks")
+    parser.add_argument("--parts", default="change,pair,qwen3_next,tasks", help="also: rollback; by commas")
     parser.add_argument("--head", help="a head of that model, as of --draft-head")
     parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, at the most")
@@ -391,10 +433,16 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="where to draw how the length follows the text")
     given = parser.parse_args()
     line: dict[str, Any] = {"benchmark": "speculation", "device": str(mx.default_device())}
-    line["change"] = measure_change(given.figure)
-    line["pair"] = measure_pair(given.tokens, given.rounds)
-    line["qwen3_next"] = measure_recurrent(given.tokens, given.rounds)
-    if given.model:
+    parts = given.parts.split(",")
+    if "change" in parts:
+        line["change"] = measure_change(given.figure)
+    if "pair" in parts:
+        line["pair"] = measure_pair(given.tokens, given.rounds)
+    if "qwen3_next" in parts:
+        line["qwen3_next"] = measure_recurrent(given.tokens, given.rounds)
+    if "rollback" in parts:
+        line["rollback"] = measure_rollback(given.tokens, given.rounds)
+    if given.model and "tasks" in parts:
         rows = [int(count) for count in given.rows.split(",")]
         line["tasks"] = measure_tasks(given.model, given.head, given.tasks.split(","), given.tokens, given.rounds, rows)
     print(json.dumps(line))

@@ -371,7 +371,6 @@ class DraftOptions(DraftSettings):
     draft_head: str | None = setting(
         None,
         option="--draft-head",
-        summary="Speculate with a head of the model.",
         metavar="PATH_OR_HUB_ID",
         help="Speculate with a head of the model: a file of mlx-kv train-drafter, or a directory or repository with "
         "one, such as the model's original.  [default with --draft mtp: the one beside the model, or in its files]",

@@ -24,8 +24,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_attention_mask
 
+from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.taps import Hidden, HiddenTap
-from mlx_kv.settings import OpenSet
+from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import OpenSet, SettingError
 
 Tensors = dict[str, mx.array]
 INDEX = "model.safetensors.index.json"
@@ -146,6 +148,21 @@ def scattered(logits: mx.array, ids: mx.array, vocabulary: int) -> mx.array:
     full = mx.full((logits.shape[0], vocabulary), -mx.inf, logits.dtype)
     full[:, ids] = logits
     return full
+
+
+def head_policy(head: DraftHead, policy: CachePolicy, max_rollback: int) -> CachePolicy:
+    """How the keys and values of a head are kept: as the model's, but plain where its sizes are none for their codecs.
+
+    Args:
+        policy: of the model.
+        max_rollback: tokens that its cache can take back.
+    """
+    own = policy.beside_model(max_rollback)
+    try:
+        make_prompt_cache(head, own, strict=False)
+    except SettingError:
+        return own.plain()
+    return own
 
 
 # --- heads in the files of their models -------------------------------------------------------------------------------

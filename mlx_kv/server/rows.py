@@ -29,7 +29,7 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.heads import DraftHead
+from mlx_kv.mlxlm.heads import DraftHead, head_policy
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
@@ -158,7 +158,8 @@ def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chu
     planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
     in_classes = batch > 1 and attends_by_class(models.model)
     shares = in_classes and models.draft is None
-    of_draft = policy.beside_model(drafted) if isinstance(models.draft, DraftHead) else CachePolicy()
+    draft = models.draft
+    of_draft = head_policy(draft, policy, drafted) if isinstance(draft, DraftHead) else CachePolicy()
     return RowPlan(
         planner.row(policy, step=1 + drafted, chunk=chunk or 0),
         RowMemory() if models.draft is None else Planner(models.draft).row(of_draft),

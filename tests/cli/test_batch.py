@@ -183,8 +183,11 @@ def test_with_a_seed_a_line_gets_its_answer_in_any_company(call: Any, files: Fil
 # --- the command ------------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
-    "drafts without a model": (("--num-draft-tokens", "2"), "--num-draft-tokens needs --draft or --draft-model"),
-    "nobody": (("--draft", "nobody"), "there is no drafter 'nobody': choose one of auto, model, ngram, suffix"),
+    "drafts without a model": (
+        ("--num-draft-tokens", "2"),
+        "needs --draft, --draft-head or --draft-model",
+    ),
+    "nobody": (("--draft", "nobody"), "there is no drafter 'nobody': choose one of auto, model, mtp, ngram, suffix"),
     "no drafts": (("--draft-model", "reference", "--num-draft-tokens", "0"), "--num-draft-tokens 0: "),
     "batch of 0": (("--max-batch-size", "0"), "0 is not in the range"),
     "policy": (("--kv-score", "recent"), "--kv-score is for a budget, but --kv-budget is not given"),

@@ -236,7 +236,24 @@ BAD = {
         ["generate", "--prompt", "x", "--draft-model", "reference", "--num-draft-tokens", "0"],
         "error: --num-draft-tokens 0: ",
     ),
-    "nobody": (["generate", "--prompt", "x", "--draft", "nobody"], "choose one of auto, model, ngram, suffix, "),
+    "nobody": (["generate", "--prompt", "x", "--draft", "nobody"], "choose one of auto, model, mtp, ngram, suffix, "),
+    "no head": (["generate", "--prompt", "x", "--draft", "mtp"], "give --draft-head with the repository"),
+    "a head that is none": (
+        ["generate", "--prompt", "x", "--draft-head", "/nowhere/at/all"],
+        "is no directory, and cannot be read from the hub",
+    ),
+    "a head and a model": (
+        ["generate", "--prompt", "x", "--draft-head", "x", "--draft-model", "reference"],
+        "got --draft-model and --draft-head: give one of them",
+    ),
+    "a head and a drafter": (
+        ["generate", "--prompt", "x", "--draft-head", "x", "--draft", "suffix"],
+        "--draft suffix drafts without a head: leave out --draft-head, or --draft",
+    ),
+    "a model for mtp": (
+        ["generate", "--prompt", "x", "--draft", "mtp", "--draft-model", "reference"],
+        "--draft mtp drafts with a head of the model: leave out --draft-model, or --draft",
+    ),
     "no model": (["generate", "--prompt", "x", "--draft", "model"], "a model: give --draft-model"),
     "a model for nothing": (
         ["generate", "--prompt", "x", "--draft", "ngram", "--draft-model", "reference"],
@@ -254,7 +271,10 @@ BAD = {
         ["serve", "--draft", "auto", "--num-draft-tokens", "0"],
         "error: --num-draft-tokens 0: ",
     ),
-    "drafts of a server by nobody": (["serve", "--num-draft-tokens", "2"], "needs --draft or --draft-model"),
+    "drafts of a server by nobody": (
+        ["serve", "--num-draft-tokens", "2"],
+        "needs --draft, --draft-head or --draft-model",
+    ),
     "seed": (
         ["generate", "--prompt", "x", "--seed", "-1"],
         "--seed -1: give a whole number from 0 to 18,446,744,073,709,551,615",

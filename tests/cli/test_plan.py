@@ -368,7 +368,7 @@ def test_help_has_examples(command: Any) -> None:
 def test_drafted_tokens_without_a_draft_model_are_refused(command: Any) -> None:
     done = command("generate", "--prompt", "x", "--num-draft-tokens", "4")
     assert (done.code, done.out) == (2, "")
-    assert done.err == "mlx-kv: error: --num-draft-tokens needs --draft or --draft-model\n"
+    assert done.err == "mlx-kv: error: --num-draft-tokens needs --draft, --draft-head or --draft-model\n"
 
 
 @pytest.mark.parametrize("draft", [[], ["--draft-model", "reference"], ["--draft", "suffix"]])

@@ -6,15 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mlx.nn as nn
 import pytest
+from draft_heads import random_head
 from prometheus_client.parser import text_string_to_metric_families
-from serving import ENDS, LONG, PLENTY, SOURCE, Running, cached, running
+from serving import ENDS, LONG, PLENTY, SOURCE, Running, cached, running, running_models
 
 from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
+from mlx_kv.bundled import model_path
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.speculation.drafters import SuffixDrafter
+from mlx_kv.mlxlm.loading import load, release_weights
 from mlx_kv.server.monitor import Monitor
-from mlx_kv.server.rows import Models
+from mlx_kv.server.rows import Models, WorkerSettings
+from mlx_kv.server.served import Served
 
 
 class Watched(SuffixDrafter):
@@ -81,6 +86,38 @@ def test_the_same_again_comes_of_its_first_answer() -> None:
             assert drafts(plain) is None
 
 
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(budget=64)], ids=str)
+def test_a_head_of_the_model_drafts(policy: CachePolicy) -> None:
+    """Its weights come and go with the model's, and what it has read is kept with prompts."""
+    made: list[Models] = []
+
+    def models() -> Models:
+        network, tokenizer = load(model_path("reference"))
+        made.append(Models(network, tokenizer, random_head(network)))
+        return made[0]
+
+    settings = WorkerSettings(policy, 4, prompt_memory_bytes=PLENTY, drafting=DraftSettings("auto"))
+
+    def release(freed: nn.Module) -> None:
+        is_head = freed is made[0].draft
+        again = random_head(made[0].model) if is_head else load(model_path("reference"), lazy=True)[0]
+        release_weights(freed, lambda: again)
+
+    with running(policy) as plain:
+        wanted = [plain.complete(text, 30) for text in (SOURCE[:900], SOURCE[300:700])]
+    with running_models([Served("reference", models, settings, release=release)]) as server:
+        for _ in range(2):
+            with ThreadPoolExecutor(2) as pool:
+                told = list(pool.map(lambda text: server.complete(text, 30), (SOURCE[:900], SOURCE[300:700])))
+            assert told == wanted
+            shown = drafts(server)
+            assert shown["drafter"] == "mtp and suffix"
+            assert server.rows.plan.draft.layers
+            assert server.post("/models/unload", model="reference").json() == {"success": True}
+        answer = server.post(prompt=SOURCE[:900], max_tokens=30).json()
+        assert (answer["choices"][0]["text"], cached(answer) > 200) == (wanted[0], True)
+
+
 def test_what_is_not_to_be_kept_is_nobody_elses_draft() -> None:
     """A row of it beside another, of which drafts are made."""
     with running(drafting=DraftSettings("suffix")) as server, ThreadPoolExecutor(2) as pool:
@@ -110,6 +147,7 @@ def drafts(server: Running) -> Any:
         assert set(said.values()) == {0}
         return None
     assert said == {
+        "mlx_kv_drafter": 1,
         "mlx_kv_draft_tokens_total": shown["drafted"],
         "mlx_kv_draft_tokens_accepted_total": shown["accepted"],
         "mlx_kv_draft_passes_total": shown["passes"],

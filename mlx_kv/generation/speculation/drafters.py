@@ -17,7 +17,7 @@ from mlx_kv.generation.prefill import chunk_for, read_chunk, read_ragged
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.mlxlm.batching import rows_are_alone
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.heads import DraftHead
+from mlx_kv.mlxlm.heads import DraftHead, head_policy
 from mlx_kv.mlxlm.taps import Hidden, HiddenTap
 from mlx_kv.mlxlm.traverse import trim_all, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
@@ -266,7 +266,7 @@ class HeadDrafter(Drafter):
         if not isinstance(head, DraftHead):
             raise ValueError("the drafter mtp drafts with a head of the model: give what load_draft_head returns")
         self._head, self.hidden, self.step_size = head, head.hidden, chunk_for(head)
-        self._empty = make_prompt_cache(head, context.policy.beside_model(context.draft_tokens), strict=False)
+        self._empty = make_prompt_cache(head, head_policy(head, context.policy, context.draft_tokens), strict=False)
         self.caches: list[Any] = []
         # Of each row, tokens that the head has yet to read, and in the same places of (B, n, W) the states before them.
         self._unread: list[list[int]] = []
