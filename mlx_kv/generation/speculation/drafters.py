@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import chunk_for, read_chunk, read_ragged
 from mlx_kv.generation.speculation.acceptance import Choice
+from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.batching import rows_are_alone
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.heads import DraftHead, head_policy
@@ -277,6 +278,7 @@ class HeadDrafter(Drafter):
 
     def join(self, prompts: Sequence[Sequence[int]], caches: list[Any], states: mx.array | None = None) -> None:
         assert states is not None
+        attach_attention_hooks(self._head, caches)  # those from a file have none
         for cache, other in zip(self.caches, caches, strict=False):
             cache.extend(other)
         self.caches = self.caches or caches
@@ -298,6 +300,7 @@ class HeadDrafter(Drafter):
         self._unread = [self._unread[row] for row in rows]
 
     def read(self, rows: Sequence[Sequence[int]], caches: list[Any], states: mx.array | None = None) -> None:
+        attach_attention_hooks(self._head, caches)
         read_chunk(self._with(states), caches, rows)
 
     def _with(self, states: mx.array | None) -> Any:
