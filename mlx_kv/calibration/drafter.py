@@ -10,6 +10,7 @@ B pieces of texts, S tokens of each, D the hidden size, n the tokens that the he
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -50,6 +51,7 @@ RATE, NORM_RATE, WARM_UP, LAST_RATE = 0.005, 1e-3, 20, 0.02  # of matrices; of t
 SECOND = 0.5  # weight of the guess after a guess
 RIDGE = 1e-2  # penalty, relative to the mean of the diagonal
 HELD_OUT, DEEP = 24, 3  # requests that are not trained on; guesses in a row that are measured
+FAR = 10**9  # a number that no request of a training has
 HEAD_DIM = 64
 FORMAT = "mlx-kv draft head in progress 1"
 STATE = "state.safetensors"
@@ -124,6 +126,8 @@ class Material:
         self._model, self._tokenizer, self._texts = model, tokenizer, texts
         self._drawn = TrainingTexts(tokenizer)
         self._first: dict[int, list[Tokens]] = {}  # rounds that are wanted twice
+        told = json.dumps([texts, self._drawn.request(0)])
+        self.digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def first_rounds(self) -> list[Tokens]:
         """The pieces of the rounds that come first."""
@@ -139,7 +143,7 @@ class Material:
         if self._texts is None:
             texts = [self._drawn.text(first + i, PIECE) for i in range(ROUND_TEXTS)]
         else:
-            texts = [drawn.choice(self._texts) for _ in range(ROUND_TEXTS)]
+            texts = [_window(drawn, drawn.choice(self._texts)) for _ in range(ROUND_TEXTS)]
         requests = [self._drawn.request(count + i) for i in range(ROUND_REQUESTS)]
         sampler = TemperatureSampler(0.7) if number % 2 else None
         answered = self.answers(requests, sampler, number)
@@ -151,7 +155,7 @@ class Material:
 
     def held_out(self) -> list[tuple[Tokens, Tokens]]:
         """Requests of which no round has any, and the model's greedy answers."""
-        requests = [self._drawn.request(-1 - i) for i in range(HELD_OUT)]
+        requests = [self._drawn.request(FAR + i) for i in range(HELD_OUT)]
         return list(zip(requests, self.answers(requests, None, 0), strict=True))
 
     def answers(self, requests: Sequence[Tokens], sampler: TemperatureSampler | None, seed: int) -> list[Tokens]:
@@ -202,7 +206,7 @@ class Training:
     def __init__(self, model: nn.Module, material: Material, tokens: int, vocabulary: int, folder: Path | None) -> None:
         self._model, self._material, self._tokens, self._folder = model, material, tokens, folder
         self._tap, self._at = HiddenTap(model), Progress()
-        self._subject = f"{model_fingerprint(model)} {tokens} {vocabulary}"
+        self._subject = f"{model_fingerprint(model)} {tokens} {vocabulary} {material.digest}"
         size = self._tap.width
         heads = max(1, size // HEAD_DIM)
         kv_heads = next(count for count in range(max(1, heads // 3), 0, -1) if heads % count == 0)
@@ -255,6 +259,7 @@ class Training:
             self._save()
         self._measure()
         self.head.details.update(tokens=at.tokens, acceptance=at.curve)
+        self.head.set_dtype(self._tap.embed(mx.array([[0]])).dtype)  # it learned in float32
         self._remove()
 
     # --- the beginning ------------------------------------------------------------------------------------------------
@@ -275,10 +280,10 @@ class Training:
             embedded, states, mask = self._read(pieces[i : i + BATCH])
             both = [self.head.enorm(embedded), self.head.hnorm(_before(states))]
             known = mask.reshape(-1, 1)
-            x = mx.concatenate(both, axis=-1).reshape(-1, 2 * size) * known
-            gram, product = gram + x.T @ x, product + x.T @ _normed(states).reshape(-1, size)
+            x = (mx.concatenate(both, axis=-1).reshape(-1, 2 * size) * known).astype(mx.float32)
+            gram, product = gram + x.T @ x, product + x.T @ _normed(states.astype(mx.float32)).reshape(-1, size)
             mx.eval(gram, product, squares)
-            squares = squares + (states.square().mean(axis=-1) * mask).sum()
+            squares = squares + (states.astype(mx.float32).square().mean(axis=-1) * mask).sum()
             count += sum(map(len, pieces[i : i + BATCH]))
         wide = np.array(gram.astype(mx.float32), dtype=np.float64)
         wide += np.eye(2 * size) * np.trace(wide) / (2 * size) * RIDGE
@@ -308,7 +313,7 @@ class Training:
         total, before = mx.array(0.0), _before(states)
         for weight in (1.0, SECOND):
             outputs = head.read(embedded, before, "causal", None)
-            logits = outputs @ head._rows.T
+            logits = outputs @ head.output_rows().T
             losses = mx.logsumexp(logits, axis=-1) - (wanted * logits).sum(axis=-1)
             total = total + weight * (losses * mask).sum() / mask.sum()
             before = _before(outputs)
@@ -317,7 +322,7 @@ class Training:
     def _update(self, pieces: Sequence[Tokens]) -> int:
         """One update of the weights; returns the number of tokens."""
         embedded, states, mask = self._read(pieces)
-        wanted = mx.softmax(states @ self.head._rows.T, axis=-1)
+        wanted = mx.softmax(states @ self.head.output_rows().T, axis=-1)
         mx.eval(embedded, states, wanted)
         with AttentionPatch(self.head, backend=_Forward()):  # what computes attention here may have no gradient
             loss, gradients = self._gradient(self.head, embedded, states, wanted, mask)
@@ -380,7 +385,7 @@ class Training:
         parts: dict[str, list[tuple[str, mx.array]]] = {"head": [], "optimizer": [], "ids": []}
         for name, array in file.arrays.items():
             part, _, rest = name.partition(".")
-            parts[part].append((rest, array))
+            parts.setdefault(part, []).append((rest, array))
         self.head.guess_only(file.arrays["ids"])
         self.head.load_weights(parts["head"])
         self.head.bind(self._model)
@@ -394,6 +399,12 @@ class Training:
         (self._folder / STATE).unlink()
         if not any(self._folder.iterdir()):
             self._folder.rmdir()
+
+
+def _window(drawn: random.Random, text: Tokens) -> Tokens:
+    """A piece of a text."""
+    first = drawn.randrange(max(1, len(text) - PIECE + 1))
+    return text[first : first + PIECE]
 
 
 class _Forward:

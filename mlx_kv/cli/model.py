@@ -429,7 +429,13 @@ class DraftOptions(DraftSettings):
 
         if self.draft_head is not None:
             return load_draft_head(self.draft_head, model, whole=whole)
-        head = find_draft_head(folder, model, whole=whole)
+        try:
+            head = find_draft_head(folder, model, whole=whole)
+        except ValueError as error:
+            if self.drafter == "mtp":
+                raise
+            say(f"note: drafts without a head: {error}")
+            head = None
         if head is None and self.drafter == "mtp":
             raise click.UsageError(
                 f"--draft mtp: {folder} has no head that drafts: give --draft-head with the repository that the model "
@@ -439,8 +445,12 @@ class DraftOptions(DraftSettings):
 
     def release(self, draft: nn.Module, model: nn.Module, folder: str) -> None:
         """Frees the weights that drafts need; they are loaded again when they are next used."""
+        from mlx_kv.mlxlm.heads import DraftHead
         from mlx_kv.mlxlm.loading import release_weights
 
+        if isinstance(draft, DraftHead):
+            draft.release()
+            return
         release_weights(draft, lambda: cast("nn.Module", self.load(model, folder, lazy=True)))
 
 

@@ -550,6 +550,8 @@ def serve(
     first = ModelSetup(model.name, model, sampling, drafts, policy, table)
     others = [replace(first, name=name, model=replace(model, name=name, models_dir=None)) for name in model.others]
     others = [replace(each, table=replace(table, alias=())) for each in others]
+    if others and drafts.draft_head is not None:
+        raise click.UsageError("--draft-head is of one model: give it in a table [models.NAME] of a --config file")
     setups = [first, *others, *read_tables(first)]
     source = click.get_current_context().get_parameter_source("model")
     if source is click.core.ParameterSource.DEFAULT and len(setups) > 1:

@@ -20,6 +20,7 @@ from mlx_kv.mlxlm.heads import DraftHead, scattered, set_weights, tensors_in
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.taps import HiddenTap
 
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 RENAMED = {"midlayer.": "layer.", "layers.0.": "layer.", "model.midlayer.": "layer.", "model.layers.0.": "layer."}
 
 
@@ -114,18 +115,38 @@ def eagle_head(folder: Path, config: Mapping[str, Any], model: nn.Module) -> Eag
     for name, tensor in stored.tensors.items():
         begins = next((each for each in RENAMED if name.startswith(each)), "")
         tensors[RENAMED.get(begins, "") + name.removeprefix(begins)] = tensor
+    for setting in ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "logit_scale"):
+        if config.get(setting) or (config.get("eagle_config") or {}).get(setting):
+            raise ValueError(f"{folder} is a head of EAGLE-3 with {setting}, which is not known here: give another one")
     layer = {**config, **(config.get("transformer_layer_config") or {})}
+    rope = layer.get("rope_parameters") or {}
+    layer["rope_theta"] = rope.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    scaled = rope.get("rope_type", "default") != "default"
+    layer["rope_scaling"] = layer.get("rope_scaling") or (rope if scaled else None)
     make_args: Any = llama.ModelArgs.from_dict
+    if missing := [name for name in NEEDED if not isinstance(layer.get(name), int)]:
+        raise ValueError(f"{folder} has a config.json without {missing[0]}: give the directory of a whole head")
     args = make_args({**layer, "model_type": "llama", "num_hidden_layers": 1, "layer_types": None})
-    hidden = layers_of(config, len(model.layers))
+    text: Any = getattr(model, "language_model", model)
+    hidden = layers_of(config, text.args.num_hidden_layers)
     vocabulary, width = vocabulary_of(model), HiddenTap(model, hidden).width
     offsets, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
     guesses = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocabulary
     own = tensors["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in tensors else 0
     norm_first = bool(config.get("norm_before_residual", "speculators_model_type" in config))
     head = EagleHead(args, hidden, width, guesses, own, norm_first)
-    if offsets is not None and guesses < vocabulary:
-        head.guess_only(mx.arange(guesses) + offsets.astype(mx.int32))
+    if guesses < vocabulary:
+        if offsets is None or offsets.shape != (guesses,):
+            raise ValueError(
+                f"{folder} guesses {guesses} of {vocabulary} tokens, and does not say which: d2t is missing"
+            )
+        ids = mx.arange(guesses) + offsets.astype(mx.int32)
+        lowest, highest = ids.min().tolist(), ids.max().tolist()
+        if not 0 <= lowest <= highest < vocabulary:  # type: ignore[operator]
+            raise ValueError(f"{folder} guesses tokens that the model does not have: give a head of this model")
+        head.guess_only(ids)
+    elif guesses > vocabulary:
+        raise ValueError(f"{folder} guesses {guesses} tokens, the model has {vocabulary}: give a head of this model")
     set_weights(head, tensors, str(folder))
     return head
 

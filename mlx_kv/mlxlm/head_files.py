@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,6 +137,8 @@ def _read_head(path: Path, model: nn.Module, whole: bool) -> DraftHead:
         metadata = decode(file.words, Metadata)
         shape, arrays = decode(read_json(metadata.shape), HeadShape), dict(file.arrays)
         details = decode(read_json(metadata.details), dict[str, Any])
+        if shape.heads % shape.kv_heads or not shape.rope_theta > 0 or any(".scales" in name for name in arrays):
+            raise ValueError("it has sizes or weights that no such head has")
         head, ids = shape.make_head(), arrays.pop("ids", None)
         if ids is None or ids.shape != (shape.vocabulary,) or ids.dtype != mx.int32:
             raise ValueError("the tokens that it guesses are missing")
@@ -175,16 +178,39 @@ def load_draft_head(path_or_hub_id: str | Path, model: nn.Module, *, whole: bool
     check_type("path_or_hub_id", path_or_hub_id, str | os.PathLike, "give a file, a directory or a hub id")
     path = Path(path_or_hub_id)
     if path.is_file():
-        head = _read_head(path, model, whole)
-    else:
-        folder = path if path.is_dir() else _downloaded(str(path_or_hub_id), _prefixes(model))
-        found = _head_in(folder, model)
-        if found is None:
-            raise ValueError(f"{path_or_hub_id} has no head that drafts for {architecture(model)}: {FIX_NONE}")
-        head = found
+        return _bound(_read_head(path, model, whole), partial(_read_again, path), model)
+    folder = path if path.is_dir() else _downloaded(str(path_or_hub_id), _prefixes(model))
+    if (head := _find_in(folder, model)) is None:
+        raise ValueError(f"{path_or_hub_id} has no head that drafts for {architecture(model)}: {FIX_NONE}")
+    return head
+
+
+def _bound(head: DraftHead, reload: Callable[[], DraftHead], model: nn.Module) -> DraftHead:
     fit_to_device(head)
     head.bind(model)
+    head.reload = reload
     return head
+
+
+def _read_again(path: Path) -> DraftHead:
+    """The head in a file that was read before; its weights are read when they are used."""
+    words = tensor_files.read_metadata(path) or {}
+    head = decode(read_json(words["shape"]), HeadShape).make_head()
+    arrays: Any = mx.load(str(path))
+    head.load_weights([(name, array) for name, array in arrays.items() if name != "ids"])
+    fit_to_device(head)
+    return head
+
+
+def _find_in(folder: Path, model: nn.Module) -> DraftHead | None:
+    def again() -> DraftHead:
+        head = _head_in(folder, model)
+        assert head is not None, "it was there before"
+        fit_to_device(head)
+        return head
+
+    head = _head_in(folder, model)
+    return None if head is None else _bound(head, again, model)
 
 
 FIX_NONE = "give the repository that the model was made from, or train one with mlx-kv train-drafter"
@@ -198,7 +224,7 @@ def find_draft_head(model_path: str | Path, model: nn.Module, *, whole: bool = T
     trained = head_file(folder)
     if is_draft_head(trained):
         return load_draft_head(trained, model, whole=whole)
-    return None if _head_in(folder, model) is None else load_draft_head(folder, model)
+    return _find_in(folder, model)
 
 
 def head_file(folder: Path) -> Path:
@@ -209,10 +235,7 @@ def head_file(folder: Path) -> Path:
 
 def _head_in(folder: Path, model: nn.Module) -> DraftHead | None:
     """The head in the files of a directory; None if there is none."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
+    config = _config(folder)
     if is_eagle(config):
         return eagle_head(folder, config, model)
     kind = architecture(model)
@@ -221,6 +244,21 @@ def _head_in(folder: Path, model: nn.Module) -> DraftHead | None:
     prefixes = ("",) if str(config.get("model_type", "")).endswith("_mtp") else _prefixes(model)
     stored = tensors_in(folder, prefixes)
     return None if stored is None else FORMATS.find(kind)(model, stored)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The config.json of a directory; empty without one."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def is_head_folder(folder: Path) -> bool:
+    """Whether a directory has nothing but a head."""
+    config = _config(folder)
+    return is_eagle(config) or str(config.get("model_type", "")).endswith("_mtp")
 
 
 def _prefixes(model: nn.Module) -> tuple[str, ...]:
@@ -241,8 +279,9 @@ def _downloaded(hub_id: str, prefixes: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=["*.json", "*mtp*"]))
-        names = sorted({path.name for path in files_with(folder, prefixes)}) if (folder / INDEX).exists() else ["*"]
+        folder = Path(snapshot_download(hub_id, allow_patterns=["*.json", "*mtp*.safetensors"]))
+        of_model = (folder / INDEX).exists() and not is_head_folder(folder)
+        names = sorted({path.name for path in files_with(folder, prefixes)}) if of_model else ["*.safetensors"]
         return Path(snapshot_download(hub_id, allow_patterns=["*.json", *names]))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,9 @@ class DraftHead(nn.Module):
         self._array_masks = array_masks
         self.tap: HiddenTap
         self._ids: mx.array | None = None  # no weight, as its name tells MLX
+        self._rows: mx.array | None = None  # (n, D), of the model's output head
         self._details: dict[str, Any] = {}
+        self.reload: Callable[[], DraftHead] | None = None  # reads the same head again
 
     @property
     def ids(self) -> mx.array | None:
@@ -101,8 +104,13 @@ class DraftHead(nn.Module):
                 f"this head reads states of {self.width} and embeddings of {self.norm.weight.shape[0]} channels, the "
                 f"model has {tap.width} and {embedded}: give a head of this model"
             )
-        if self._ids is not None:
-            self._rows = tap.output_rows(self._ids)
+        self._rows = None
+
+    def release(self) -> None:
+        """Frees the weights; they are read from where they came when they are next used."""
+        if self.reload is not None:
+            self.update(self.reload().parameters())  # type: ignore[no-untyped-call]
+        self._rows = None
 
     def make_cache(self) -> list[Any]:
         """As of mlx-lm's models: the cache of its layer."""
@@ -140,7 +148,15 @@ class DraftHead(nn.Module):
         """Logits (B, V) of what comes next, by its outputs (B, D)."""
         if self._ids is None:
             return self.tap.project(outputs)
-        return scattered(outputs @ self._rows.T, self._ids, self.tap.vocabulary)
+        return scattered(outputs @ self.output_rows().T, self._ids, self.tap.vocabulary)
+
+    def output_rows(self) -> mx.array:
+        """(n, D): the rows of the model's output head for the tokens that it guesses."""
+        if self._rows is None:
+            assert self._ids is not None
+            self._rows = self.tap.output_rows(self._ids)
+            mx.eval(self._rows)  # or its graph would keep the whole output head
+        return self._rows
 
 
 def scattered(logits: mx.array, ids: mx.array, vocabulary: int) -> mx.array:
@@ -197,13 +213,17 @@ class HeadFormat(NamedTuple):
         text: Any = getattr(model, "language_model", model)
         layers: Any = model.layers
         args, number = text.args, self.like(text.args)
-        like = layers[min(number, len(layers) - 1)]  # a part of a model may have others, of the same class
+        made: list[Any] = stock.make_prompt_cache(model)
+        place = min(number, len(layers) - 1)
+        if len(layers) < args.num_hidden_layers:  # a part of a model: any layer with attention
+            place = next((i for i, layer in enumerate(layers) if "self_attn" in layer), 0)
+        like = layers[place]
         numbered = len(inspect.signature(type(like)).parameters) > 1
         layer = type(like)(args, number) if numbered else type(like)(args)
-        made: list[Any] = stock.make_prompt_cache(model)
-        make_cache = partial(copy.deepcopy, made[min(number, len(made) - 1)])
+        recurrent = isinstance(made[place], stock.ArraysCache)
+        make_cache = stock.KVCache if recurrent else partial(copy.deepcopy, made[place])
         size = args.hidden_size
-        hidden: Hidden = (len(layers) - 1,) if self.before_norm else "final"
+        hidden: Hidden = (args.num_hidden_layers - 1,) if self.before_norm else "final"
         head = DraftHead(layer, size, size, args.rms_norm_eps, make_cache, hidden, self.hidden_first, True)
         set_weights(head, self._renamed(model, stored), stored.name, like)
         return head
@@ -213,17 +233,18 @@ class HeadFormat(NamedTuple):
         renamed: Tensors = {}
         for name, tensor in stored.tensors.items():
             for begins, ours in self.names.items():
-                if name.startswith(begins):
+                if name.startswith(begins) and not name.endswith("inv_freq"):
                     renamed[ours + name.removeprefix(begins)] = tensor
                     break
-        renamed = without_fp8(renamed)
-        # mlx-lm's own code for the files of a model joins experts and splits projections, of a layer like any other.
+        renamed = with_experts_joined(without_fp8(renamed))
+        # mlx-lm's own code for the files of a model splits projections, of a layer like any other.
         matrices = {name: x for name, x in renamed.items() if name.startswith("layer.") and x.ndim > 1}
         sanitize: Any = getattr(model, "sanitize", dict)
         sanitized = sanitize({"model.layers.0." + name.removeprefix("layer."): x for name, x in matrices.items()})
         joined = {"layer." + name.partition("layers.0.")[2]: x for name, x in sanitized.items()}
         vectors = {name: x for name, x in renamed.items() if name not in matrices}
-        if self.centred and stored.original:
+        converted = any(name.endswith(".scales") or "switch_mlp" in name for name in stored.tensors)
+        if self.centred and stored.original and not converted:
             vectors |= {name: x + 1.0 for name, x in vectors.items() if name.endswith("norm.weight") and x.ndim == 1}
         return vectors | joined
 
@@ -241,6 +262,7 @@ class HeadTensors(NamedTuple):
     original: bool
 
 
+OF_LAYER = {part: f"layer.{part}" for part in ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")}
 QWEN = HeadFormat(
     ("mtp.", "model.mtp.", "language_model.mtp."),
     {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "fc.": "fc.", "norm.": "norm."}
@@ -250,14 +272,13 @@ QWEN = HeadFormat(
 )
 DEEPSEEK = HeadFormat(
     ("model.layers.{n}.",),
-    {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "fc.", "shared_head.norm.": "norm."}
-    | {begins: "layer." + begins for begins in ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")},
+    {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "fc.", "shared_head.norm.": "norm."} | OF_LAYER,
     lambda args: args.num_hidden_layers,
 )
 MIMO = HeadFormat(
     ("model.mtp_layers.0.",),
     {"token_layernorm.": "enorm.", "hidden_layernorm.": "hnorm.", "input_proj.": "fc.", "final_layernorm.": "norm."}
-    | {begins: "layer." + begins for begins in ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")},
+    | OF_LAYER,
     lambda args: args.num_hidden_layers,
     hidden_first=True,
     before_norm=True,
@@ -270,11 +291,25 @@ OURS: dict[str, HeadFormat] = {
 FORMATS: OpenSet[HeadFormat] = OpenSet("head_format", "the architecture of a model with a head", OURS)
 
 
+EXPERT = re.compile(r"layer\.mlp\.experts\.(\d+)\.(\w+\.\w+)")
+
+
+def with_experts_joined(tensors: Mapping[str, mx.array]) -> Tensors:
+    """Tensors of which all experts are one, as mlx-lm has them."""
+    joined, experts = dict(tensors), dict[str, dict[int, mx.array]]()
+    for name in tensors:
+        if (expert := EXPERT.fullmatch(name)) is not None:
+            experts.setdefault(f"layer.mlp.switch_mlp.{expert[2]}", {})[int(expert[1])] = joined.pop(name)
+    return joined | {name: mx.stack([each[i] for i in sorted(each)]) for name, each in experts.items()}
+
+
 def without_fp8(tensors: Mapping[str, mx.array]) -> Tensors:
     """Tensors of which none is in 8 bits with a scale for each block."""
     plain = {name: x for name, x in tensors.items() if not name.endswith("_scale_inv")}
     for name, scale in tensors.items():
         if name.endswith("_scale_inv"):
+            if scale.ndim != 2 or plain.get(name.removesuffix("_scale_inv"), scale).ndim != 2:
+                raise ValueError(f"{name} is no scale of blocks of a matrix")
             weight = mx.from_fp8(plain[name.removesuffix("_scale_inv")], dtype=mx.bfloat16)
             rows, columns = weight.shape
             scales = mx.repeat(mx.repeat(scale, BLOCK, axis=0)[:rows], BLOCK, axis=1)[:, :columns]
@@ -295,8 +330,11 @@ def set_weights(head: DraftHead, tensors: Tensors, name: str, like: nn.Module | 
     """
     stored = {key.removesuffix(".scales") for key in tensors if key.endswith(".scales")}
 
+    if any(tensors[f"{path}.scales"].ndim == 0 or 0 in tensors[f"{path}.scales"].shape for path in stored):
+        raise ValueError(f"{name} has scales of another shape")
+
     def as_stored(path: str, module: Any) -> bool | dict[str, int]:
-        if path not in stored:
+        if path not in stored or not hasattr(module, "to_quantized"):
             return False
         width = module.weight.shape[-1]
         group_size = width // tensors[path + ".scales"].shape[-1]
@@ -309,6 +347,10 @@ def set_weights(head: DraftHead, tensors: Tensors, name: str, like: nn.Module | 
     for key, weight in wanted.items():
         if tensors[key].shape != weight.shape:
             raise ValueError(f"{name}: {key} has the shape {tensors[key].shape}, this model needs {weight.shape}")
+        if mx.issubdtype(weight.dtype, mx.floating) != mx.issubdtype(tensors[key].dtype, mx.floating):
+            raise ValueError(f"{name}: {key} is {tensors[key].dtype}, a form of weights that is not known here")
+    if unknown := sorted(tensors.keys() - wanted.keys()):
+        raise ValueError(f"{name} has a head of a kind that is not known here: {unknown[0]} is no weight of it")
     head.load_weights([(key, tensors[key]) for key in wanted])
     parts: Any = {} if like is None or stored else dict(like.named_modules())  # type: ignore[no-untyped-call]
 
@@ -326,7 +368,10 @@ def tensors_in(folder: Path, prefixes: Sequence[str]) -> HeadTensors | None:
     tensors: Tensors = {}
     original = True
     for path in files_with(folder, prefixes):
-        read: Any = mx.load(str(path), return_metadata=True)
+        try:
+            read: Any = mx.load(str(path), return_metadata=True)
+        except RuntimeError as error:
+            raise ValueError(f"{path} cannot be read ({error}): give the files of a head") from error
         loaded, metadata = read
         for name, tensor in loaded.items():
             if (prefix := next((each for each in prefixes if name.startswith(each)), None)) is not None:
@@ -339,7 +384,7 @@ def files_with(folder: Path, prefixes: Sequence[str]) -> Iterator[Path]:
     """The safetensors files of a folder that may have such tensors, by its index if it has one."""
     try:
         names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         yield from sorted({*folder.glob("*.safetensors"), *folder.glob("mtp/*.safetensors")})
         return
     yield from sorted({folder / file for name, file in names.items() if name.startswith(tuple(prefixes))})

@@ -47,9 +47,10 @@ class HiddenTap:
         heads = [call for call in probe.calls if call.reads_states]
         if not heads or heads[-1].x.shape[:-1] != logits.shape[:-1]:
             raise ValueError(f"{architecture(model)} has no output head that could be found")
-        self._head, self.width = heads[-1], int(heads[-1].x.shape[-1])
+        # Not the calls themselves: their arrays are graphs of all weights, which could not be freed then.
+        self._head, self._method, self.width = heads[-1].module, heads[-1].method, int(heads[-1].x.shape[-1])
         self._embedding = next((call.module for call in probe.calls if not call.reads_states), None)
-        self._recorder, self._of_layers = Recorder([self._head.module]), hidden != "final"
+        self._recorder, self._of_layers = Recorder([self._head]), hidden != "final"
         if hidden != "final":
             layers: Any = model.layers
             if not 0 <= min(hidden) <= max(hidden) < len(layers):
@@ -82,12 +83,12 @@ class HiddenTap:
 
     def project(self, states: mx.array) -> mx.array:
         """Logits (..., V) of states (..., D) after the last norm, by the output head alone."""
-        logits: mx.array = getattr(self._head.module, self._head.method)(states)
+        logits: mx.array = getattr(self._head, self._method)(states)
         return logits
 
     def output_rows(self, tokens: mx.array) -> mx.array:
         """The rows (n, D) of the output head for tokens (n,), also of a quantised one."""
-        head = self._head.module
+        head = self._head
         if "scales" not in head:
             return head.weight[tokens]  # type: ignore[no-any-return]
         biases = head["biases"][tokens] if "biases" in head else None

@@ -130,11 +130,11 @@ def test_the_command_writes_a_file_that_others_find(reference: tuple[Any, Any], 
     assert told["file"] == str(head_file(folder))
     assert told["tokens"] >= 600
     assert find_draft_head(folder, reference[0]) is not None
-    for drafts in ("mtp", "auto"):
+    for drafts, name in (("mtp", "mtp"), ("auto", "mtp and suffix")):
         options = ["--model", str(folder), "--prompt", "import os", "--max-tokens", "20", "--json", "--draft", drafts]
         answer = run(command, ["generate", *options])
         assert answer.exit_code == 0, answer.output
-        assert json.loads(answer.stdout)["drafter"] == "mtp"
+        assert json.loads(answer.stdout)["drafter"] == name
     refused = run(command, ["train-drafter", "reference"])
     assert "give --output" in refused.output
     (tmp_path / "x.txt").write_text("mine")

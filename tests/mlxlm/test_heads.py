@@ -14,9 +14,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from tiny_models import COMMON, FAMILIES, GATED_DELTA, MLA, VOCAB, make_model
 
+from mlx_kv.bundled import model_path
 from mlx_kv.files import tensor_files
 from mlx_kv.mlxlm.head_files import HeadShape, find_draft_head, head_file, load_draft_head, save_draft_head
 from mlx_kv.mlxlm.heads import DraftHead
+from mlx_kv.mlxlm.loading import load, release_weights, weight_bytes
 from mlx_kv.mlxlm.taps import HiddenTap
 
 Tensors = dict[str, mx.array]
@@ -349,3 +351,89 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
         load_draft_head(write(tmp_path / "model", {"x": mx.ones(2)}), model)
     with pytest.raises(ValueError, match="this head reads states of 32"):
         DraftHead(llama.TransformerBlock(model.args), 32, SIZE, 1e-5).bind(model)  # type: ignore[no-untyped-call]
+
+
+# --- weights that come and go, and files that are wrong ---------------------------------------------------------------
+
+
+def test_weights_of_a_model_with_a_head_can_be_freed(tmp_path: Path) -> None:
+    """Neither the tap nor the head's rows of the output head keep any of them."""
+    path = model_path("reference")
+    model, _ = load(path)
+    head = HeadShape(256, 4, 2, 64, 64, 500).make_head()
+    head.guess_only(mx.arange(500, dtype=mx.int32))
+    head.bind(model)
+    save_draft_head(tmp_path / "x.kvdraft.safetensors", head, model)
+    head = load_draft_head(tmp_path / "x.kvdraft.safetensors", model)
+    wanted = head.logits(head(mx.array([[1, 2]]))[:, -1])
+    mx.eval(wanted, model.parameters())
+    held = mx.get_active_memory()
+    release_weights(model, lambda: load(path, lazy=True)[0])
+    head.release()
+    assert mx.get_active_memory() < held - 0.9 * (weight_bytes(model) + weight_bytes(head))
+    assert mx.allclose(head.logits(head(mx.array([[1, 2]]))[:, -1]), wanted, atol=1e-5).item()
+
+
+def test_a_head_of_files_is_freed_and_read_again(tmp_path: Path) -> None:
+    model = make_model("qwen3_5")
+    head = made(model, "qwen3_5")
+    loaded = load_draft_head(write(tmp_path / "model", published(head, "qwen3_5", 3)), model)
+    loaded.release()
+    check_same(loaded, head)
+
+
+WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "another d2t": (lambda x: x | {"d2t": mx.full((40,), 10_000_000)}, "tokens that the model does not have"),
+    "no d2t": (lambda x: {k: v for k, v in x.items() if k != "d2t"}, "does not say which: d2t is missing"),
+    "another layer": (lambda x: x | {"layers.1.mlp.up_proj.weight": mx.ones((2, 2))}, "of a kind that is not known"),
+    "other norms": (lambda x: x | {"input_norm.weight": mx.ones((192,))}, "of a kind that is not known"),
+    "codes": (lambda x: x | {"fc.weight": mx.zeros((SIZE, 3 * SIZE), mx.uint8)}, "a form of weights that is not known"),
+    "a shape": (lambda x: x | {"fc.weight": mx.zeros((SIZE, SIZE))}, "this model needs"),
+}
+
+
+def eagle_tensors() -> Tensors:
+    keys = iter(mx.random.split(mx.random.key(3), 20))
+    shapes = {f"self_attn.{name}_proj": (SIZE, 2 * SIZE) for name in "qkv"} | {"self_attn.o_proj": (SIZE, SIZE)}
+    shapes |= {"mlp.gate_proj": (32, SIZE), "mlp.up_proj": (32, SIZE), "mlp.down_proj": (SIZE, 32)}
+    tensors = {f"midlayer.{name}.weight": mx.random.normal(shape, key=next(keys)) for name, shape in shapes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors |= {f"{name}.weight": mx.ones(SIZE) for name in norms}
+    tensors |= {"fc.weight": mx.ones((SIZE, 3 * SIZE)), "lm_head.weight": mx.ones((40, SIZE))}
+    return tensors | {"d2t": mx.arange(40)}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_heads_of_eagle_are_refused(name: str, tmp_path: Path) -> None:
+    change, message = WRONG[name]
+    model = make_model("llama", num_hidden_layers=8)
+    load_draft_head(write(tmp_path / "right", eagle_tensors(), CONFIG), model)
+    with pytest.raises(ValueError, match=message):
+        load_draft_head(write(tmp_path / "wrong", change(eagle_tensors()), CONFIG), model)
+    with pytest.raises(ValueError, match="with norm_output, which is not known here"):
+        load_draft_head(write(tmp_path / "other", eagle_tensors(), CONFIG | {"norm_output": True}), model)
+
+
+def test_a_part_of_a_model_has_a_head_with_attention(tmp_path: Path) -> None:
+    """Layers have other numbers there."""
+    model = make_model("qwen3_5", text_config={**GATED_DELTA["qwen3_5"]["text_config"], "num_hidden_layers": 6})
+    head = made(model, "qwen3_5")
+    folder = write(tmp_path / "model", published(head, "qwen3_5", 6))
+    text: Any = model.language_model.model  # type: ignore[attr-defined]
+    text.layers, text.fa_idx, text.ssm_idx = text.layers[1:4], 0, 1  # with attention, without, with
+    loaded = load_draft_head(folder, model)
+    assert type(loaded.make_cache()[0]).__name__ == "KVCache"
+    check_same(loaded, head)
+
+
+def test_files_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    model = make_model("qwen3_5")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_draft_head(folder, model)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_draft_head(folder, model)

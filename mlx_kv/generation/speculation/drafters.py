@@ -343,6 +343,7 @@ class HeadDrafter(Drafter):
                 places = [[i if i < n else i - n + max(before) for i in range(count)] for n in before]
                 last = new.shape[1] - 1
                 new = mx.take_along_axis(new, mx.minimum(mx.array(places), last)[..., None], axis=1)
+            mx.async_eval(new)  # type: ignore[no-untyped-call]  # or rounds without drafts would chain them
         self._states = new
         self._unread = [[*unread, *row] for unread, row in zip(self._unread, tokens, strict=True)]
         if max(map(len, self._unread)) > MAX_UNREAD:
