@@ -131,9 +131,13 @@ class Admission:
         none = mx.zeros(states.shape[2:], states.dtype)
         rows = [row.sequence for row in self.rows]
         first = mx.stack([none if row.state is None else row.state for row in rows])[:, None]
+        ends = mx.array([max(1, len(piece)) - 1 for piece in pieces])
+        last = mx.take_along_axis(states, ends[:, None, None], axis=1)[:, 0]  # a copy: the chunk is not kept for it
+        mx.eval(first, last)
         for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
             if piece:
-                row.state = states[number, len(piece) - 1]
+                row.state = last[number]
+        self._target.states = None
         return [mx.concatenate([first, states[:, :-1]], axis=1)]
 
     def keep_prefixes(self, wait: bool) -> None:

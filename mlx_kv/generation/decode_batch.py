@@ -157,7 +157,8 @@ class DecodeBatch:
         self._drafted = [len(row) for row in drafted]
         self._read_to_compaction()
         rows = [[*pending, *row] for pending, row in zip(self.pending, drafted, strict=True)]
-        with contextlib.nullcontext() if self._recorder is None else self._recorder.recording(self.caches):
+        recorder = self._recorder if max(self._drafted) else None
+        with contextlib.nullcontext() if recorder is None else recorder.recording(self.caches):
             logits = self.read(rows)
         first, count = [len(pending) - 1 for pending in self.pending], max(self._drafted) + 1
 

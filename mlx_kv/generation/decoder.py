@@ -177,8 +177,11 @@ class Decoder:
         """The state (B, width) of the last token that was read of each, if the drafter reads it."""
         if self.target.tap is None:
             return []
-        none = mx.zeros((self.target.tap.width,))
-        return [mx.stack([none if row.state is None else row.state for row in sequences])]
+        none = mx.zeros((self.target.tap.width,), self.target.tap.dtype)
+        states = [none if row.state is None else row.state for row in sequences]
+        for row in sequences:
+            row.state = None
+        return [mx.stack(states)]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Removes all other rows."""

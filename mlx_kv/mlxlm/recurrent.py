@@ -125,6 +125,7 @@ class RecurrentState(stock.ArraysCache):
             return
         if index in self._written or not (self._written or self._announced):  # each array is written once in a pass
             self._close_pass()
+            self._drop_record()
             self._before, self._written = tuple(self.cache), set()
             self._announced = self._sent = False
             if self._clock is not None and self._clock.first:

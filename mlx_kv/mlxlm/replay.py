@@ -97,12 +97,12 @@ class PassRecorder:
         try:
             for module, function in zip(self._modules, functions, strict=True):
                 setattr(module, NAME, recorded(function))
-            with self._windows as windows:
+            with self._windows:
                 yield
         finally:
             for module, function in zip(self._modules, functions, strict=True):
                 setattr(module, NAME, function)
-            inputs, self._windows.calls = [call.x for call in windows.calls], []
+            inputs = [call.x for call in self._windows.take()]
         states = recurrent_states(caches)
         each = len(inputs) // max(1, len(states))
         for number, (state, call) in enumerate(zip(states, calls, strict=True)):

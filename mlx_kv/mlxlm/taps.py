@@ -29,7 +29,7 @@ class HiddenTap:
 
     Attributes:
         vocabulary: V.
-        width: of a state.
+        width, dtype: of a state.
 
     Raises:
         ValueError: the model has no such layers.
@@ -49,6 +49,7 @@ class HiddenTap:
             raise ValueError(f"{architecture(model)} has no output head that could be found")
         # Not the calls themselves: their arrays are graphs of all weights, which could not be freed then.
         self._head, self._method, self.width = heads[-1].module, heads[-1].method, int(heads[-1].x.shape[-1])
+        self.dtype = heads[-1].x.dtype
         self._embedding = next((call.module for call in probe.calls if not call.reads_states), None)
         self._recorder, self._of_layers = Recorder([self._head]), hidden != "final"
         if hidden != "final":
@@ -65,7 +66,7 @@ class HiddenTap:
         """
         with self._recorder as recorder:
             logits: mx.array = self._model(tokens, **options)
-        calls, recorder.calls = recorder.calls, []
+        calls = recorder.take()
         if not self._of_layers:
             return logits, calls[-1].x
         return logits, mx.concatenate([call.result for call in calls], axis=-1)
@@ -132,7 +133,13 @@ class Recorder:
 
         return type(own.__name__, (own,), {name: method(name) for name in METHODS if hasattr(own, name)})
 
+    def take(self) -> list[Call]:
+        """The calls, which are forgotten here."""
+        calls, self.calls = self.calls, []
+        return calls
+
     def __enter__(self) -> Self:
+        self.calls = []  # of a pass that failed
         for module, _, recording in self._classes:
             module.__class__ = recording
         return self

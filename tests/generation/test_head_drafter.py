@@ -237,6 +237,45 @@ def test_its_cache_follows_the_policy() -> None:
         assert isinstance(cache.layout, Budget) == (policy.budget is not None), name
 
 
+@pytest.mark.parametrize("policy", [CachePolicy(), POLICIES["kvzip"]], ids=["plain", "kvzip"])
+def test_half_precision_and_prompts_of_one_token(policy: CachePolicy) -> None:
+    """States that are not known have the dtype of the others."""
+    model = make_model("llama")
+    model.set_dtype(mx.bfloat16)
+    head = random_head(model)
+    head.set_dtype(mx.bfloat16)
+    prompts = [[5], PROMPTS[1], [7, 8]]
+    options: dict[str, Any] = {"policy": policy, "max_batch_size": 2, "prefill_step_size": 8}
+    statistics = SpeculationStatistics()
+    told = outputs_of(model, prompts, 6, draft_model=head, draft_length="fixed", statistics=statistics, **options)
+    assert [len(row) for row in told] == [6, 6, 6]
+    assert statistics.drafted > 0
+
+
+def test_no_chunk_is_kept_for_the_state_of_a_row() -> None:
+    model = make_model("llama")
+    engine = make_engine(model, max_batch_size=4, prefill_step_size=64, draft_model=random_head(model))
+    sequences = [TokenSequence(index, list(range(1, 90)), 4) for index in range(3)]
+    for sequence in sequences:
+        engine.submit(sequence)
+    while not engine.rows:
+        engine.step()
+    assert all(sequence.state is None for sequence in sequences)
+    engine.close()
+
+
+def test_a_tap_forgets_a_pass_that_failed() -> None:
+    model = make_model("llama")
+    tap = HiddenTap(model, (0, 1))
+    right = type(model.layers[2]).__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.layers[0]), "__call__", lambda *arguments, **named: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tap(mx.array([[1, 2]]))
+    assert type(model.layers[2]).__call__ is right
+    assert tap(mx.array([[1, 2]]))[1].shape == (1, 2, 128)
+
+
 def test_log_probabilities_are_the_models() -> None:
     model = calm(make_model("llama"))
     wanted = list(

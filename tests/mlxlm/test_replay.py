@@ -70,6 +70,9 @@ def test_only_the_last_pass_and_never_all_of_it() -> None:
     with PassRecorder(model).recording(caches):
         read_ragged(model, caches, [[1, 2, 3]])
     assert state.extract(0).record is None
+    model(mx.array([[4, 5]]), cache=caches)  # as mlx-lm's loop reads: nobody announces it
+    assert state.record is None
+    assert not state.can_trim(1)
 
 
 class Knowing(Drafter):

@@ -285,9 +285,7 @@ class HeadDrafter(Drafter):
         self._unread += [[prompt[-1]] for prompt in prompts]
         states = states[:, None]
         if self._states is not None:
-            wide = max(self._states.shape[1], 1)
-            parts = [_padded(self._states, wide), _padded(states, wide)]
-            states = mx.concatenate([part.astype(self._states.dtype) for part in parts])
+            states = mx.concatenate([self._states, _padded(states, self._states.shape[1])])
         self._states = states
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -336,7 +334,7 @@ class HeadDrafter(Drafter):
         before = [len(unread) for unread in self._unread]
         longest = max(map(len, tokens))
         new = states[:, :longest]
-        if self._states is not None and any(before):
+        if self._states is not None:
             new = mx.concatenate([self._states[:, : max(before)], new], axis=1)
             if len(set(before)) > 1:  # those of a row stand together
                 count = max(n + len(row) for n, row in zip(before, tokens, strict=True))
@@ -364,7 +362,8 @@ class HeadDrafter(Drafter):
             assert self._states is not None
             read_ragged(self._with(self._states[row : row + 1]), each, [unread[:beyond]])
             return each
-        return each if trim_all(each, -beyond) else None
+        # One that began behind the row's first tokens holds fewer, and begins anew.
+        return each if trim_all(each, -beyond) else self.make_caches()
 
 
 def _padded(states: mx.array, count: int) -> mx.array:
