@@ -8,7 +8,10 @@ from typing import Any
 import mlx_kv
 
 # isort: split
+import mlx.core as mx
 from calls import Call, folder, models
+
+from mlx_kv.mlxlm.head_files import HeadShape
 
 
 @cache
@@ -35,6 +38,22 @@ def reading() -> dict[str, Any]:
     return {"path": folder() / "kept.kvcal.safetensors", "model": None}
 
 
+@cache
+def head() -> Any:
+    """A head that drafts, with random weights, which a file has, too."""
+    model, _, _ = models()
+    made = HeadShape(256, 4, 2, 64, 64, 500).make_head()
+    made.guess_only(mx.arange(500, dtype=mx.int32))
+    made.bind(model)
+    mlx_kv.save_draft_head(folder() / "kept.kvdraft.safetensors", made, model)
+    return made
+
+
+def reading_head() -> dict[str, Any]:
+    head()
+    return {"path_or_hub_id": folder() / "kept.kvdraft.safetensors", "model": models()[0], "whole": True}
+
+
 CALIBRATION_CALLS: dict[str, list[Call] | str] = {
     "Calibration": [Call(mlx_kv.Calibration, of_model, lambda made: made.name)],
     "calibrate": [
@@ -57,4 +76,19 @@ CALIBRATION_CALLS: dict[str, list[Call] | str] = {
             raises=(OSError, UnicodeEncodeError),
         )
     ],
+    "load_draft_head": [Call(mlx_kv.load_draft_head, reading_head, flags=frozenset({"whole"}))],
+    "save_draft_head": [
+        Call(
+            mlx_kv.save_draft_head,
+            lambda: {
+                "path": folder() / "new.kvdraft.safetensors",
+                "head": head(),
+                "model": models()[0],
+                "force": True,
+            },
+            flags=frozenset({"force"}),
+            raises=(OSError, UnicodeEncodeError),
+        )
+    ],
+    "train_drafter": "it trains for seconds at least: its own tests have its arguments",
 }
