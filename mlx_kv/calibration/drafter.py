@@ -40,7 +40,7 @@ from mlx_kv.mlxlm.head_files import HeadShape
 from mlx_kv.mlxlm.heads import DraftHead
 from mlx_kv.mlxlm.loading import fit_to_device, vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
-from mlx_kv.mlxlm.taps import HiddenTap
+from mlx_kv.mlxlm.taps import HiddenTap, states_before
 from mlx_kv.settings import whole_number
 
 TOKENS, VOCABULARY = 1_000_000, 8192  # to train on; that a head guesses
@@ -181,13 +181,11 @@ class Progress:
     Attributes:
         rounds: that are done.
         tokens: that were trained on.
-        updates: of the weights.
         curve: tokens trained on, and the acceptance at each position then.
     """
 
     rounds: int = 0
     tokens: int = 0
-    updates: int = 0
     curve: list[tuple[int, list[float]]] = field(default_factory=list)
 
 
@@ -248,7 +246,6 @@ class Training:
             pieces = self._material.round(at.rounds)
             for i in range(0, len(pieces), BATCH):
                 at.tokens += self._update(pieces[i : i + BATCH])
-                at.updates += 1
                 progress(min(at.tokens, total), total)
                 if marks and at.tokens >= marks[0]:
                     self._measure()
@@ -278,13 +275,13 @@ class Training:
         squares, count = mx.array(0.0), 0
         for i in range(0, len(pieces), BATCH):
             embedded, states, mask = self._read(pieces[i : i + BATCH])
-            both = [self.head.enorm(embedded), self.head.hnorm(_before(states))]
+            both = [self.head.enorm(embedded), self.head.hnorm(states_before(states))]
             known = mask.reshape(-1, 1)
             x = (mx.concatenate(both, axis=-1).reshape(-1, 2 * size) * known).astype(mx.float32)
             gram, product = gram + x.T @ x, product + x.T @ _normed(states.astype(mx.float32)).reshape(-1, size)
-            mx.eval(gram, product, squares)
             squares = squares + (states.astype(mx.float32).square().mean(axis=-1) * mask).sum()
             count += sum(map(len, pieces[i : i + BATCH]))
+            mx.eval(gram, product, squares)
         wide = np.array(gram.astype(mx.float32), dtype=np.float64)
         wide += np.eye(2 * size) * np.trace(wide) / (2 * size) * RIDGE
         weights = np.linalg.solve(wide, np.array(product.astype(mx.float32), dtype=np.float64)).T
@@ -310,13 +307,13 @@ class Training:
         self, head: DraftHead, embedded: mx.array, states: mx.array, wanted: mx.array, mask: mx.array
     ) -> mx.array:
         """Cross entropy of both guesses with the model's distribution over the tokens that the head guesses."""
-        total, before = mx.array(0.0), _before(states)
+        total, before = mx.array(0.0), states_before(states)
         for weight in (1.0, SECOND):
             outputs = head.read(embedded, before, "causal", None)
             logits = outputs @ head.output_rows().T
             losses = mx.logsumexp(logits, axis=-1) - (wanted * logits).sum(axis=-1)
             total = total + weight * (losses * mask).sum() / mask.sum()
-            before = _before(outputs)
+            before = states_before(outputs)
         return total
 
     def _update(self, pieces: Sequence[Tokens]) -> int:
@@ -337,7 +334,7 @@ class Training:
         for request, answer in self._held_out:
             embedded, states, _ = self._read([[*request, *answer]])
             said = np.array([*request, *answer])[len(request) :]
-            before, alive = _before(states), np.ones(len(answer), bool)
+            before, alive = states_before(states), np.ones(len(answer), bool)
             for depth in range(DEEP):
                 outputs = self.head.read(embedded, before, "causal", None)
                 guessed = np.array(mx.argmax(self.head.logits(outputs[0]), axis=-1))[len(request) - 1 : -1]
@@ -345,7 +342,7 @@ class Training:
                 tried[depth] += alive.sum()
                 alive &= guessed == said
                 right[depth] += alive.sum()
-                alive, before = np.concatenate([[False], alive[:-1]]), _before(outputs)
+                alive, before = np.concatenate([[False], alive[:-1]]), states_before(outputs)
         rates = right / np.maximum(tried, 1)
         self._at.curve.append((self._at.tokens, [round(float(rate), 4) for rate in rates]))
 
@@ -363,7 +360,7 @@ class Training:
         assert self.head.ids is not None
         at = self._at
         words = {"format": FORMAT, "subject": self._subject, "curve": json.dumps(at.curve)}
-        words |= {"at": json.dumps([at.rounds, at.tokens, at.updates])}
+        words |= {"at": json.dumps([at.rounds, at.tokens])}
         check_replaceable(self._folder / STATE, is_training, "file of a training in progress", fix="")
         tensor_files.write(self._folder / STATE, arrays | {"ids": self.head.ids}, words)
 
@@ -390,8 +387,8 @@ class Training:
         self.head.load_weights(parts["head"])
         self.head.bind(self._model)
         self._optimizer.state = tree_unflatten(parts["optimizer"])
-        rounds, tokens, updates = json.loads(file.words["at"])
-        self._at = Progress(rounds, tokens, updates, [tuple(point) for point in json.loads(file.words["curve"])])
+        rounds, tokens = json.loads(file.words["at"])
+        self._at = Progress(rounds, tokens, [tuple(point) for point in json.loads(file.words["curve"])])
 
     def _remove(self) -> None:
         if self._folder is None or not is_training(self._folder / STATE):
@@ -414,11 +411,6 @@ class _Forward:
         return call.forward()
 
 
-def _before(states: mx.array) -> mx.array:
-    """The state before each token, zeros before the first."""
-    return mx.concatenate([mx.zeros_like(states[:, :1]), states[:, :-1]], axis=1)
-
-
 def _normed(states: mx.array) -> mx.array:
     return mx.fast.rms_norm(states, None, 1e-5)
 
@@ -435,8 +427,4 @@ def _flat(tree: Any) -> list[tuple[str, mx.array]]:
 
 def is_training(path: Path) -> bool:
     """Whether a file is of a training in progress."""
-    try:
-        words = tensor_files.read_metadata(path)
-    except OSError:
-        return False
-    return words is not None and words.get("format") == FORMAT
+    return tensor_files.has_format(path, FORMAT)

@@ -401,8 +401,4 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 def is_work_file(path: Path) -> bool:
     """Whether a file is of a calibration in progress."""
-    try:
-        words = tensor_files.read_metadata(path)
-    except OSError:
-        return False
-    return words is not None and words.get("format") == FORMAT
+    return tensor_files.has_format(path, FORMAT)

@@ -221,8 +221,7 @@ def generate(
     if prompt_cache_file is None:
         caches = make_distributed_caches(network, cache_policy, machine.group or LOCAL, strict=not drafts.enabled)
     step = prefill_step(network, caches, prefill_step_size)
-    whole = machine.group is None
-    draft = drafts.load(network, str(tokenizer.name_or_path), whole=whole) if machine.leads else None
+    draft = machine.load_draft(drafts, network, tokenizer)
     if draft is not None:
         step = min(step, prefill_step(draft, make_prompt_cache(draft), prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -443,15 +443,17 @@ class DraftOptions(DraftSettings):
             )
         return head
 
-    def release(self, draft: nn.Module, model: nn.Module, folder: str) -> None:
+    def release(self, draft: nn.Module) -> None:
         """Frees the weights that drafts need; they are loaded again when they are next used."""
         from mlx_kv.mlxlm.heads import DraftHead
-        from mlx_kv.mlxlm.loading import release_weights
+        from mlx_kv.mlxlm.loading import load, release_weights
 
         if isinstance(draft, DraftHead):
             draft.release()
             return
-        release_weights(draft, lambda: cast("nn.Module", self.load(model, folder, lazy=True)))
+        assert self.draft_model is not None
+        path = draft_path(self.draft_model)
+        release_weights(draft, lambda: load(path, lazy=True)[0])
 
 
 def draft_options(function: Command) -> Command:

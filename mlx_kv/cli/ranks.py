@@ -85,6 +85,12 @@ class Machine:
         self.group.compare(model=files_fingerprint(config.parent.iterdir()))
         return model, self._model.with_eos_tokens(tokenizer)
 
+    def load_draft(
+        self, drafts: DraftOptions, model: nn.Module, tokenizer: Any, lazy: bool = False
+    ) -> nn.Module | None:
+        """The draft model or the head of the model, on the leader; None on other ranks, and where drafts need none."""
+        return drafts.load(model, str(tokenizer.name_or_path), lazy, self.group is None) if self.leads else None
+
     def engine(
         self, network: nn.Module, tokenizer: Any, policy: CachePolicy, drafts: DraftOptions, **settings: Any
     ) -> Engine:
@@ -102,9 +108,7 @@ class Machine:
 
         engine_settings = EngineSettings(
             drafting=drafts.settings,
-            draft_model=drafts.load(network, str(tokenizer.name_or_path), whole=self.group is None)
-            if self.leads
-            else None,
+            draft_model=self.load_draft(drafts, network, tokenizer),
             instructions=Instructions.for_policy(policy, tokenizer, network),
             **settings,
         )

@@ -446,14 +446,14 @@ class ModelSetup:
             if not machine.leads:
                 return Models(network, tokenizer)
             cache_policy = self.policy.for_model(network, self.model.name)
-            draft = self.drafts.load(network, folder, lazy, whole=machine.group is None)
+            draft = machine.load_draft(self.drafts, network, tokenizer, lazy)
             return Models(network, tokenizer, draft, self.sampling.of(self.model.name), cache_policy)
 
         def release(network: nn.Module) -> None:
             if network is networks[key][0]:
                 replace(options, name=folders.get(key, options.name)).release(network)
             else:
-                self.drafts.release(network, networks[key][0], folders.get(key, options.name))
+                self.drafts.release(network)
 
         # Bad settings are refused before anything is loaded.
         own = replace(settings, policy=self.policy.checked(), drafting=self.drafts.settings)

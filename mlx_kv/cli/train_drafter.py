@@ -83,22 +83,21 @@ def train_drafter_command(
     the model itself does not change. An interrupted run continues when the same command is given again.
     """
     started = time.perf_counter()
-    if output is not None:
-        _check_output(output, force)
+    directory = Path(model_path(name))
+    if output is None and (not directory.is_dir() or directory.parent == BUNDLED):
+        raise click.UsageError(f"{name} is no directory of yours, beside which a head could be: give --output")
 
     import mlx.core as mx
 
     from mlx_kv.calibration.drafter import train_drafter
     from mlx_kv.calibration.texts import texts_in
-    from mlx_kv.mlxlm.head_files import head_file, save_draft_head
+    from mlx_kv.files.atomic_write import check_replaceable
+    from mlx_kv.mlxlm.head_files import head_file, is_draft_head, save_draft_head
 
+    output = output or head_file(directory)
+    with file_errors(f"write {output}"):
+        check_replaceable(output, is_draft_head, "draft head", force, "--force")
     network, tokenizer = replace(loading, name=name).load()
-    if output is None:
-        directory = Path(model_path(name))
-        if not directory.is_dir() or directory.parent == BUNDLED:
-            raise click.UsageError(f"{name} is no directory of yours, beside which a head could be: give --output")
-        output = head_file(directory)
-        _check_output(output, force)
     texts = None
     if folder is not None:
         texts, skipped = texts_in(folder, tokenizer)
@@ -136,12 +135,3 @@ def train_drafter_command(
     lines.append(f"time        {seconds / 60:.1f} min, {human_bytes(peak)} at the peak")
     lines.append(f"file        {human_bytes(output.stat().st_size)}: {output}")
     click.echo("\n".join(lines), err=True)
-
-
-def _check_output(output: Path, force: bool) -> None:
-    """Checks that the head can be written to a file. Raises click.UsageError or ValueError if not."""
-    from mlx_kv.files.atomic_write import check_replaceable
-    from mlx_kv.mlxlm.head_files import is_draft_head
-
-    with file_errors(f"write {output}"):
-        check_replaceable(output, is_draft_head, "draft head", force, "--force")

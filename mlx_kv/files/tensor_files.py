@@ -325,6 +325,15 @@ def read_metadata(path: str | Path) -> dict[str, str] | None:
             return None
 
 
+def has_format(path: Path, name: str) -> bool:
+    """Whether a file, complete or cut off, says in its metadata that it is of a format."""
+    try:
+        words = read_metadata(path)
+    except OSError:
+        return False
+    return words is not None and words.get("format") == name
+
+
 class ArrayHeader(Part):
     """An array in the header of a file."""
 

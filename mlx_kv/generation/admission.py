@@ -24,6 +24,7 @@ from mlx_kv.generation.prefill import needs_second_pass, read_chunk
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation.drafters import Drafter
 from mlx_kv.mlxlm.batching import evaluate_caches
+from mlx_kv.mlxlm.taps import states_before
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_all
 
 MIN_SHARED = 64  # tokens; shorter beginnings are read again
@@ -138,7 +139,7 @@ class Admission:
             if piece:
                 row.state = last[number]
         self._target.states = None
-        return [mx.concatenate([first, states[:, :-1]], axis=1)]
+        return [states_before(states, first)]
 
     def keep_prefixes(self, wait: bool) -> None:
         """Gives copies of what was read to the sequences that keep it: after some chunks, and at the end."""

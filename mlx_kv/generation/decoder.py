@@ -30,7 +30,7 @@ from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.recurrent import lacks_state
-from mlx_kv.mlxlm.taps import HiddenTap
+from mlx_kv.mlxlm.taps import HiddenTap, states_before
 from mlx_kv.policy import CachePolicy
 
 Chooser: TypeAlias = Callable[[mx.array, int], mx.array]  # of log-probabilities (B, V) and places ahead, tokens (B,)
@@ -115,7 +115,7 @@ class Decoder:
         if self.drafter is not None and cache[layers:]:
             rows: Any = tokens.tolist()
             states = self.target.states
-            before = [] if states is None else [mx.concatenate([mx.zeros_like(states[:, :1]), states[:, :-1]], axis=1)]
+            before = [] if states is None else [states_before(states)]
             self.drafter.read(rows, cache[layers:], *before)
 
     def admission(self, batched: bool, by_class: Callable[[list[Any]], list[Any]] = list) -> Admission:

@@ -117,11 +117,7 @@ def save_draft_head(path: str | Path, head: DraftHead, model: nn.Module, *, forc
 
 def is_draft_head(path: Path) -> bool:
     """Whether a file is a head of `save_draft_head`, complete or cut off."""
-    try:
-        words = tensor_files.read_metadata(path)
-    except OSError:
-        return False
-    return words is not None and words.get("format") == FORMAT
+    return tensor_files.has_format(path, FORMAT)
 
 
 def _read_head(path: Path, model: nn.Module, whole: bool) -> DraftHead:

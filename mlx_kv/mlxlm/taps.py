@@ -97,6 +97,16 @@ class HiddenTap:
         return mx.dequantize(weight, scales, biases, head.group_size, head.bits, head.mode)
 
 
+def states_before(states: mx.array, first: mx.array | None = None) -> mx.array:
+    """The state before each token, (B, S, width), by those of the tokens themselves.
+
+    Args:
+        first: (B, 1, width) before the first tokens; None are zeros.
+    """
+    first = mx.zeros_like(states[:, :1]) if first is None else first
+    return mx.concatenate([first, states[:, :-1]], axis=1)
+
+
 class Call(NamedTuple):
     """A call of a module: by which method, and what it read and returned, of several arrays the first."""
 
