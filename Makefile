@@ -84,7 +84,7 @@ $(VENV)/.test: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.dev: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
-	$(INSTALL) -e ".[$(SHOWN),test,dev]"
+	$(INSTALL) -e ".[$(SHOWN),test,dev,vision]"
 	@touch $@ $(VENV)/.run $(VENV)/.test
 
 $(VENV)/.docs: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python

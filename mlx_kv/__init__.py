@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlx_kv.files.calibration_file import load_calibration, save_calibration
     from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
     from mlx_kv.generation.generate import batch_generate, generate, speculative_generate, stream_generate
+    from mlx_kv.generation.images import ImagePrompt, encode_images
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.sequence import BatchToken
     from mlx_kv.generation.settings import SamplingSettings
@@ -79,6 +80,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "files.calibration_file": ("load_calibration", "save_calibration"),
     "files.serialization": ("load_prompt_cache", "save_prompt_cache"),
     "generation.generate": ("batch_generate", "generate", "speculative_generate", "stream_generate"),
+    "generation.images": ("ImagePrompt", "encode_images"),
     "generation.sampling": ("TemperatureSampler",),
     "generation.sequence": ("BatchToken",),
     "generation.settings": ("SamplingSettings",),
@@ -112,6 +114,7 @@ __all__ = [
     "FixedStep",
     "Geometric",
     "Growth",
+    "ImagePrompt",
     "KVCache",
     "PromptMemory",
     "PromptReader",
@@ -135,6 +138,7 @@ __all__ = [
     "codec_names",
     "compact",
     "drafter_names",
+    "encode_images",
     "generate",
     "join_ranks",
     "load",

@@ -138,6 +138,7 @@ CALLS: dict[str, list[Call] | str] = {
     "FixedStep": [Call(mlx_kv.FixedStep, names("step"), growing)],
     "Geometric": [Call(mlx_kv.Geometric, names("factor", "max_increment", "max_capacity"), growing)],
     "Growth": "a protocol",
+    "ImagePrompt": RESULT,
     "KVCache": [
         Call(mlx_kv.KVCache, names(*STORED, "quantized_start", "layout", "evictor"), stored, flags=PACKED),
         Call(lambda n: filled()[0].trim(n), lambda: {"n": 1}),
@@ -203,6 +204,7 @@ CALLS: dict[str, list[Call] | str] = {
     "codec_names": [Call(mlx_kv.codec_names)],
     "compact": [Call(mlx_kv.compact, lambda: {"caches": filled()})],
     "drafter_names": [Call(mlx_kv.drafter_names)],
+    "encode_images": "of models of an extra: tests/generation/test_image_prompts.py",
     "generate": [Call(mlx_kv.generate, lambda: {**GENERATE, **generation(), "on_text": enough}, calls=FUNCTIONS)],
     "join_ranks": [Call(mlx_kv.join_ranks, names("split", "settings", "address", "secret"))],
     "load": [

@@ -212,6 +212,7 @@ OTHER_PAGES = {
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "ranks": "several machines: [clusters](clusters.md)",
     "file_questions": "quality of scores, questions about files: [evaluation results](eval-results.md)",
+    "images": "images: [images](images.md#measured)",
     "room": "requests with large limits, and preemption: [the server](server.md#measured)",
     "server_drafts": "speculation in the server: [drafts](speculative.md#speedup)",
     "shared_prefix": "shared prefixes: [batches](batches.md#shared-prefixes)",

@@ -717,7 +717,7 @@ class KVCache:
         return CacheState(
             keys,
             values,
-            [list(row) for row in self.rows],
+            [row.numbers for row in self.rows],
             [list(one) for one in self._ranges],
             list(layout.parameters),
             in_state(self.codecs),
@@ -756,7 +756,7 @@ class KVCache:
         """Sets all fields from a state; an error changes nothing."""
         state, parts, buffers = restored(value, growth, reserved)
         self._begin(parts)
-        self.rows = tuple(Row(*row) for row in state.rows)
+        self.rows = tuple(Row(*row[:6])._replace(images=tuple(row[6:])) for row in state.rows)
         self._ranges = tuple((first, last) for first, last in state.ranges)
         self.announced, self._packed = (0,) * len(self.rows), state.packed
         self.buffers, self.encoded = buffers, buffers is not None and state.encoded

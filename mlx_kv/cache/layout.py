@@ -39,6 +39,8 @@ class Row(NamedTuple):
         extra_slots: tokens of the longest head of this layer minus the mean over all heads of all layers: below 0 in a
             layer of few tokens, 0 where all heads hold the same number.
         shared: first tokens that lie in shared segments (`cache.segments`), not in slots of this cache.
+        images: of each image in which positions and tokens do not count alike, its first token, the one behind its
+            last, and positions minus tokens from there on, one after the other.
     """
 
     start: int = 0
@@ -47,6 +49,12 @@ class Row(NamedTuple):
     front: int = 0
     extra_slots: int = 0
     shared: int = 0
+    images: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> list[int]:
+        """All of it, one after the other."""
+        return [self.start, self.offset, self.high, self.front, self.extra_slots, self.shared, *self.images]
 
     @property
     def end(self) -> int:
@@ -63,6 +71,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 NO_LIMIT = 1 << 62
+PLACES = 1 << 31  # ids from here up are places of images (`mlxlm.vision`), not tokens of a vocabulary
 
 
 def enough_slots(layout: Layout, rows: Iterable[Row]) -> int:
@@ -103,6 +112,8 @@ def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
     row = row._replace(offset=offset, front=min(row.front, layout.first_seen(offset)))
+    while row.images and row.images[-2] > offset:
+        row = row._replace(images=row.images[:-3])
     if offset >= row.shared:
         return row
     return row._replace(start=row.start + row.shared - max(0, offset), shared=max(0, offset))

@@ -46,6 +46,7 @@ Examples:
   mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
   mlx-kv generate --prompt-file notes.py --draft suffix
   mlx-kv generate --prompt-file notes.py --draft-model reference
+  mlx-kv generate --model models/qwen3-vl --image page.png --prompt "What is on it?"
   mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
   mlx.launch -n 2 mlx-kv generate --prompt "def fibonacci(n):"
@@ -134,6 +135,16 @@ class FormatOptions:
     summary="File of mlx-kv cache to continue from.",
     help="Prompt cache of `mlx-kv cache` to continue from: the prompt follows its prompt.",
 )
+@option(
+    "--image",
+    "images",
+    type=EXISTING_FILE,
+    multiple=True,
+    metavar="FILE",
+    section="Prompt",
+    summary="Image before the prompt; repeat it for more.",
+    help="Image that the prompt is about, for a model that reads images; give it again for more of them.",
+)
 @option("--ignore-chat-template", is_flag=True, section="Prompt", help="Continue the prompt as plain text.")
 @options(ChatOptions, "chat")
 @generation_options
@@ -152,6 +163,7 @@ def generate(
     model: ModelOptions,
     prompt: PromptOptions,
     prompt_cache_file: Path | None,
+    images: tuple[Path, ...],
     ignore_chat_template: bool,
     chat: ChatOptions,
     max_tokens: int,
@@ -178,6 +190,10 @@ def generate(
                 "the caches of --prompt-cache-file keep the policy they were made with: leave out "
                 + ", ".join(policy_options_given)
             )
+    if images and (prompt_cache_file is not None or ignore_chat_template or machine.group is not None):
+        raise click.UsageError(
+            "--image needs a chat, read by one machine: leave out --prompt-cache-file and --ignore-chat-template"
+        )
     text = prompt.read() if machine.leads else ""
     policy.checked()  # bad settings are refused before anything is loaded
 
@@ -185,6 +201,7 @@ def generate(
     from mlx_kv.generation.decode_batch import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.generate import speculative_generate, stream_generate
+    from mlx_kv.generation.images import ImagePrompt, encode_images
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.statistics import SpeculationStatistics, cache_statistics
     from mlx_kv.generation.thinking import ThinkingLimit
@@ -200,7 +217,17 @@ def generate(
         caches, already, before = file.caches, tokens_read(file), file.tokens or []
         tokens = encode_ending(tokenizer, text, chats, chat.settings)
     else:
-        tokens = encode_text(tokenizer, text, ignore_chat_template, chat.settings) if machine.leads else []
+        tokens = []
+        if machine.leads and not images:
+            tokens = encode_text(tokenizer, text, ignore_chat_template, chat.settings)
+    asked = ImagePrompt(tokens)
+    if images:
+        messages = chat.settings.messages(text)
+        parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": text}]
+        messages = [{**each, "content": parts} if each["role"] == "user" else each for each in messages]
+        continues = chat.settings.beginning is not None
+        asked = encode_images(network, tokenizer, messages, continues, **chat.settings.template)
+        tokens = asked.tokens
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -227,13 +254,13 @@ def generate(
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
         if not drafts.enabled:
-            responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, before=before, **options)
+            responses = stream_generate(network, tokenizer, asked, prompt_cache=caches, before=before, **options)
         else:
             options |= vars(drafts.settings) | {"statistics": speculation}
             options |= (
                 {"policy": cache_policy} if prompt_cache_file is None else {"prompt_cache": caches, "before": before}
             )
-            responses = speculative_generate(network, draft, tokenizer, tokens, **options)
+            responses = speculative_generate(network, draft, tokenizer, asked, **options)
             caches = speculation.caches
         for response in responses:
             pieces.append(response.text)

@@ -269,7 +269,7 @@ class StoredState(Listed):
     """The part of a cache that 0.1.0 knew as its state.
 
     Attributes:
-        rows: the numbers of each `Row`, without a last 0.
+        rows: the numbers of each `Row`, without a last 0, and those of its images.
         ranges: the slots [first, last) that the last fetch was made of.
         layout: its `parameters`.
         bits, group_size: of an affine codec; None for plain tensors and for those with `StoredCache.codecs`.
@@ -277,7 +277,7 @@ class StoredState(Listed):
         eviction: of a budget.
     """
 
-    rows: Annotated[list[Annotated[list[Signed], Meta(min_length=4, max_length=5)]], Meta(min_length=1)]
+    rows: Annotated[list[Annotated[list[Signed], Meta(min_length=4)]], Meta(min_length=1)]
     ranges: list[tuple[Count, Count]]
     layout: list[str | Count]
     bits: int | None
@@ -533,8 +533,8 @@ def _describe_kv_cache(cache: KVCache, name: str, arrays: dict[str, mx.array]) -
 
 
 def _short_row(row: Row) -> list[int]:
-    """Four numbers, as in 0.1.0, where all heads hold as many tokens."""
-    return list(row)[: 5 if row.extra_slots else 4]
+    """Four numbers, as in 0.1.0, where all heads hold as many tokens and positions count as tokens do."""
+    return row.numbers if row.images else row.numbers[: 5 if row.extra_slots else 4]
 
 
 def _live_slots(row: Row, layout: Layout) -> int:
@@ -686,14 +686,16 @@ def _restore_residual(
 
 def _row(layout: Layout, numbers: list[int]) -> Row:
     """Raises ValueError for a row that this layout cannot have."""
-    row = Row(*numbers)
-    start, offset, high, front, extra, shared = row
+    start, offset, high, front, extra, shared = [*numbers[:6], 0, 0][:6]
+    row, images = Row(start, offset, high, front, extra, shared, tuple(numbers[6:])), numbers[6:]
     fits = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.max_trim(row) >= 0)
     if isinstance(layout, Budget):
         fits = fits and (row.evicted == 0 or (row.evicted > 0 and layout.cut_of(row) <= row.end and offset > 0))
         fits = fits and start <= 0 and (row.evicted > 0 or extra == 0) and layout.cut_of(row) >= layout.sinks
     else:
         fits = fits and start == extra == 0
+    ends = [0, *(end for number in range(0, len(images), 3) for end in images[number : number + 2]), offset]
+    fits = fits and len(images) % 3 == 0 and (not images or ends == sorted(ends))
     if shared or not fits or _short_row(row) != numbers:
         raise ValueError(f"a row that cannot be: {numbers}")
     return row
@@ -822,7 +824,7 @@ def _with_free_slot(
     keys: list[mx.array], values: list[mx.array], row: Row, layout: Layout, codecs: Codecs = PLAIN
 ) -> KVCache:
     """A cache of these planes (B, H, n, width) with one free slot, if the layout has one; all rows are alike."""
-    rows, capacity = [row] * keys[0].shape[0], round_up(min(row.offset + 1, layout.max_slots))
+    rows, capacity = [row.numbers] * keys[0].shape[0], round_up(min(row.offset + 1, layout.max_slots))
     keys, values = (
         [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - plane.shape[2]), (0, 0)]) for plane in planes]
         for planes in (keys, values)

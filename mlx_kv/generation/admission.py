@@ -26,6 +26,7 @@ from mlx_kv.generation.speculation.drafters import Drafter
 from mlx_kv.mlxlm.batching import evaluate_caches
 from mlx_kv.mlxlm.taps import states_before
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_all
+from mlx_kv.mlxlm.vision import text_tokens
 
 MIN_SHARED = 64  # tokens; shorter beginnings are read again
 MIN_CHUNK = 64  # with fewer tokens, weights are read too often for what is gained
@@ -118,7 +119,8 @@ class Admission:
         read_chunk(self._target.forward, self.caches, pieces, pad, wait)
         states = self._states_before(pieces)
         if self._drafter is not None and self._drafter_caches:
-            self._drafter.read(pieces, self._drafter_caches, *states)
+            texts = [text_tokens(self._target.model, piece) for piece in pieces]
+            self._drafter.read(texts, self._drafter_caches, *states)
         for row, piece in zip(self.rows, pieces, strict=True):
             row.read += len(piece)
         return sum(map(len, pieces))

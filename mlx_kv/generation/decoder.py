@@ -31,6 +31,7 @@ from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.recurrent import lacks_state
 from mlx_kv.mlxlm.taps import HiddenTap, states_before
+from mlx_kv.mlxlm.vision import text_tokens
 from mlx_kv.policy import CachePolicy
 
 Chooser: TypeAlias = Callable[[mx.array, int], mx.array]  # of log-probabilities (B, V) and places ahead, tokens (B,)
@@ -113,7 +114,8 @@ class Decoder:
         attach_attention_hooks(self.target.model, cache[:layers])
         self.target.forward(tokens, cache[:layers])
         if self.drafter is not None and cache[layers:]:
-            rows: Any = tokens.tolist()
+            listed: Any = tokens.tolist()
+            rows = [text_tokens(self.target.model, row) for row in listed]
             states = self.target.states
             before = [] if states is None else [states_before(states)]
             self.drafter.read(rows, cache[layers:], *before)
@@ -146,7 +148,7 @@ class Decoder:
         alone = self.drafter is None and bool(self.target.caches) and lacks_state(caches)
         if alone or self.drafter is not None:
             self._flush()
-        texts = [[*row.before, *row.tokens] for row in sequences]
+        texts = [text_tokens(self.target.model, [*row.before, *row.tokens]) for row in sequences]
         samplers = [row.sampler for row in sequences]
         if self.drafter is not None:  # a draft guesses by the random keys of the places that it guesses
             samplers = [SeededSampler(s, None, 0) if isinstance(s, TemperatureSampler) else s for s in samplers]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_kv.cache.checks import token_ids
+from mlx_kv.cache.layout import PLACES
 from mlx_kv.settings import shown
 
 NO_CHAT = (
@@ -120,7 +121,7 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def tokens_of_prompt(tokenizer: Any, prompt: Any, vocabulary: int, what: str = "the prompt") -> list[int]:
-    """Token ids of a prompt: of a text, as `encode_prompt` says, or those that were given.
+    """Token ids of a prompt: of a text, as `encode_prompt` says, of a prompt with images, or those that were given.
 
     Args:
         vocabulary: how many tokens the model has.
@@ -129,6 +130,11 @@ def tokens_of_prompt(tokenizer: Any, prompt: Any, vocabulary: int, what: str = "
     Raises:
         ValueError: there are none, or not all of them are token ids of the model.
     """
+    if hasattr(prompt, "images"):  # an `ImagePrompt`
+        token_ids([token for token in prompt.tokens if token < PLACES], vocabulary, what)
+        if not prompt.tokens:
+            raise ValueError(f"{what} is empty: give at least one token")
+        return list(prompt.tokens)
     if isinstance(prompt, str) and tokenizer is None:
         raise ValueError(f"{what} is a text, but there is no tokenizer: give one, or token ids")
     tokens = token_ids(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt, vocabulary, what)

@@ -13,10 +13,12 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
 from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_numbers
+from mlx_kv.cache.layout import PLACES
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.decoder import Decoder, make_decoder
 from mlx_kv.generation.encoding import encode_messages, has_chats, tokens_of_prompt, wrap_tokenizer
 from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
+from mlx_kv.generation.images import ImagePrompt, encode_images, has_images
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, check_local, needs_second_pass, prefill_step
 from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import UNLIMITED, BatchToken, TokenSequence
@@ -29,6 +31,7 @@ from mlx_kv.mlxlm.convert import check_caches, check_windows
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
+from mlx_kv.mlxlm.vision import VisionLanguageModel
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import as_int, shown, whole_number
 
@@ -38,7 +41,7 @@ from mlx_kv.settings import as_int, shown, whole_number
 def generate(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | mx.array,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | mx.array | ImagePrompt,
     policy: CachePolicy | None = None,
     max_tokens: int = 256,
     sampling: SamplingSettings | None = None,
@@ -54,7 +57,7 @@ def generate(
     Args:
         model, tokenizer: as from `load`.
         prompt: a text, which is continued unchanged; token ids; or chat messages (`{"role": …, "content": …}`), which
-            are formatted by the tokenizer's chat template.
+            are formatted by the tokenizer's chat template, with images where the model reads them (`encode_images`).
         policy: settings of the caches; None is `CachePolicy()`.
         max_tokens: maximum tokens to generate, from 1 up.
         sampling: sampling settings; None is greedy, unless `options` has a sampler.
@@ -80,9 +83,12 @@ def generate(
         raise ValueError("a stop string is empty: leave it out")
     tokens: Any = prompt
     if isinstance(tokens, Sequence) and tokens and all(isinstance(message, Mapping) for message in tokens):
-        if not has_chats(tokenizer):
+        if has_images(tokens):
+            tokens = encode_images(model, tokenizer, tokens)
+        elif not has_chats(tokenizer):
             raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
-        tokens = encode_messages(tokenizer, [dict(message) for message in tokens])
+        else:
+            tokens = encode_messages(tokenizer, [dict(message) for message in tokens])
     options = {"policy": policy, "max_tokens": max_tokens, **options}
     if sampling is not None:
         twice = [name for name in ("sampler", "seed", "logits_processors") if options.get(name) is not None]
@@ -122,7 +128,7 @@ OPTIONS = (
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | Sequence[int] | mx.array,
+    prompt: str | Sequence[int] | mx.array | ImagePrompt,
     policy: CachePolicy | None = None,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
@@ -135,7 +141,7 @@ def stream_generate(
 
     Args:
         model, tokenizer: as from `mlx_lm.load`.
-        prompt: a text, or token ids.
+        prompt: a text, token ids, or what `encode_images` returns.
         policy: settings of the caches; None is `CachePolicy()`.
         max_tokens: maximum tokens to generate, -1 for no limit. The caches reserve memory for prompt and max_tokens.
         sampler: log-probabilities (B, vocab) to token ids (B,), such as mlx-lm's `make_sampler` gives; None is greedy.
@@ -195,7 +201,7 @@ def speculative_generate(
     model: nn.Module,
     draft_model: nn.Module | None,
     tokenizer: Any,
-    prompt: str | Sequence[int] | mx.array,
+    prompt: str | Sequence[int] | mx.array | ImagePrompt,
     max_tokens: int = 256,
     num_draft_tokens: int | None = None,
     policy: CachePolicy | None = None,
@@ -336,6 +342,7 @@ def _stream(
         0, tokens, UNLIMITED if max_tokens == -1 else max_tokens, None, sampler, prompt_cache, before
     )
     sequence.processors = tuple(processors) if communicator.leads else ()
+    sequence.images = _images_of(model, prompt, communicator)
     decoder.target.embeddings = embeddings
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     engine = Engine(decoder, ends, EngineSettings(1, step, instructions=instructions), statistics)
@@ -395,6 +402,21 @@ def _responses(
         engine.close()
 
 
+def _images_of(model: nn.Module, prompt: Any, communicator: Communicator) -> tuple[Any, ...]:
+    """The images that come with a prompt.
+
+    Raises:
+        ValueError: several processes, which would all need them, or a model that reads none.
+    """
+    images = getattr(prompt, "images", ())
+    places = isinstance(prompt, ImagePrompt) and any(token >= PLACES for token in prompt.tokens)
+    if places and not isinstance(model, VisionLanguageModel):
+        raise ValueError("a prompt has images, and this model reads none: give it text alone")
+    if images and communicator.distributed:
+        raise ValueError("a prompt has images, which one process reads alone: run the model in one")
+    return tuple(images)
+
+
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
     """Raises ValueError for a prompt_cache that the model, or its drafts, cannot continue."""
     layers = len(decoder.make_caches())
@@ -431,7 +453,7 @@ def check_policy_options(options: Mapping[str, Any]) -> None:
 def batch_generate(
     model: nn.Module,
     tokenizer: Any,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | ImagePrompt],
     policy: CachePolicy | None = None,
     max_tokens: int | Sequence[int] = 256,
     draft_model: nn.Module | None = None,
@@ -489,8 +511,8 @@ def batch_generate(
     def arguments() -> tuple[int, int | None, list[tuple[list[int], int]]]:
         whole_number("max_batch_size", max_batch_size, minimum=1)
         sequences.extend(_sequences(model, tokenizer, prompts, max_tokens, sampler, seed))
-        for sequence in sequences:
-            sequence.processors = processors
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            sequence.processors, sequence.images = processors, _images_of(model, prompt, communicator)
         return max_batch_size, prefill_step_size, [(sequence.tokens, sequence.max_tokens) for sequence in sequences]
 
     max_batch_size, prefill_step_size, prompts_and_limits = communicator.broadcast(arguments)
@@ -530,7 +552,7 @@ def _tokens(engine: Engine, sequences: Sequence[TokenSequence], communicator: Co
 def _sequences(
     model: nn.Module,
     tokenizer: Any,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | ImagePrompt],
     max_tokens: int | Sequence[int],
     sampler: Sampler | None,
     seed: int | None,

@@ -93,6 +93,7 @@ class TokenSequence:
         keep: called while its prompt is read, after some chunks and at the end, with the tokens that were read and
             copies of the caches.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
+        images: that its prompt has: the model can read it as long as they are held.
         resumed: how many of `tokens`, the last ones, count as its answer: it goes on where another sequence ended.
         room: tokens of its answer, resumed ones included, for which slots are allocated; more come as it grows. 0 is
             what its engine expects.
@@ -115,6 +116,7 @@ class TokenSequence:
     keep: Callable[[list[int], list[Any]], object] | None = None
     drafted: int = 0
     accepted: int = 0
+    images: tuple[Any, ...] = ()
     resumed: int = 0
     emitted: int = field(default=0, init=False)
     room: int = 0

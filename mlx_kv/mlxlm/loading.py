@@ -7,8 +7,10 @@ the class for a model type.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,11 @@ def load(
     chat_template: str | None = None,
     quantize_activations: bool = False,
     lazy: bool = False,
+    images: bool = True,
 ) -> tuple[nn.Module, Any]:
-    """Loads a model and its tokenizer with mlx-lm. On a CPU 16-bit weights become float32: it emulates half precision.
+    """Loads a model and its tokenizer with mlx-lm, or with mlx-vlm one that reads images.
+
+    On a CPU 16-bit weights become float32: it emulates half precision.
 
     Args:
         adapter_path: of weights that were trained beside the model's (LoRA), as `mlx_lm.lora` writes them.
@@ -40,6 +45,8 @@ def load(
         chat_template: instead of the tokenizer's own.
         quantize_activations: as the weights are, where a layer can.
         lazy: read each weight on first use.
+        images: False loads the text part alone, with mlx-lm, of a model that could read images; so do `adapter_path`
+            and `quantize_activations`.
 
     Raises:
         ValueError: a directory that holds no model, a name that mlx-lm cannot load, or a template that is no Jinja.
@@ -47,18 +54,101 @@ def load(
         RuntimeError: as `check_not_forked`.
     """
     check_not_forked()
+    check_type("path_or_hub_id", path_or_hub_id, str | os.PathLike, "give a directory or a hub id")
     template = {} if chat_template is None else {"chat_template": chat_template}
-    options = {
+    options: dict[str, Any] = {
         "adapter_path": None if adapter_path is None else str(adapter_path),
         "trust_remote_code": trust_remote_code,
         "tokenizer_config": {"trust_remote_code": trust_remote_code, **template},
         "model_config": {"quantize_activations": True} if quantize_activations else None,
     }
-    model, tokenizer, _config = load_with_config(path_or_hub_id, lazy=lazy, **options)
+    loaded = None
+    if images and adapter_path is None and not quantize_activations:
+        loaded = _load_with_images(path_or_hub_id, lazy, trust_remote_code, options["tokenizer_config"])
+    model, tokenizer = loaded or load_with_config(path_or_hub_id, lazy=lazy, **options)[:2]
     fit_to_device(model)
     if chat_template is not None:
         _check_template(tokenizer)
     return model, tokenizer
+
+
+def _load_with_images(
+    path_or_hub_id: str | Path, lazy: bool, trust_remote_code: bool, tokenizer_config: dict[str, Any]
+) -> tuple[nn.Module, Any] | None:
+    """A model of mlx-vlm and its tokenizer; None where mlx-lm reads the model's text alone.
+
+    A warning says so where it should have been read with images.
+    """
+    config = _config_with_images(path_or_hub_id)
+    if "vision_config" not in config:
+        return None
+    from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+    from mlx_kv.mlxlm.vision import FAMILIES, load_vision
+
+    if config.get("model_type") not in FAMILIES:
+        return None
+    try:
+        folder, model = load_vision(path_or_hub_id, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        warnings.warn(f"text alone, without images: {error}", stacklevel=3)
+        return None
+    if not lazy:
+        mx.eval(weights_of(model))
+    if "chat_template" not in tokenizer_config and (own := getattr(model.processor, "chat_template", None)):
+        tokenizer_config = {**tokenizer_config, "chat_template": own}
+    ends = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    tokenizer = load_tokenizer(folder, tokenizer_config, eos_token_ids=ends)
+    _take_texts(tokenizer)
+    return model, tokenizer
+
+
+# Templates of some of these models take contents that are lists of parts, and drop those that are texts.
+TAKES_PARTS = """
+{%- set taken = namespace(all=[]) -%}
+{%- for message in messages -%}
+  {%- if message["content"] is string -%}
+    {%- set taken.all = taken.all + [dict(message, content=[{"type": "text", "text": message["content"]}])] -%}
+  {%- else -%}
+    {%- set taken.all = taken.all + [message] -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- set messages = taken.all -%}
+"""
+
+
+def _take_texts(tokenizer: Any) -> None:
+    """Has a chat template take texts, too, where it takes only lists of parts."""
+
+    def shown(content: Any) -> bool:
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except Exception:  # templates raise what they like
+            return False
+        return "wombat" in text
+
+    if tokenizer.chat_template is None or shown("wombat") or not shown([{"type": "text", "text": "wombat"}]):
+        return
+    tokenizer.chat_template = "".join(line.strip() for line in TAKES_PARTS.splitlines()) + tokenizer.chat_template
+
+
+def _config_with_images(path_or_hub_id: str | Path) -> dict[str, Any]:
+    """The config.json of a model, with the tokens that end a text; empty where mlx-vlm or the file is missing."""
+    if importlib.util.find_spec("mlx_vlm") is None:
+        return {}
+    path = Path(path_or_hub_id) / "config.json"
+    try:
+        if not Path(path_or_hub_id).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(str(path_or_hub_id), "config.json"))
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except Exception:  # mlx-lm says what is wrong
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    ends = generation_config(path_or_hub_id).get("eos_token_id")
+    return config if ends is None else config | {"eos_token_id": ends}
 
 
 def _check_template(tokenizer: Any) -> None:

@@ -37,6 +37,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mlx_kv.generation.images import reads_images
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.server.dialects.completions import chats, completions
 from mlx_kv.server.dialects.embeddings import embeddings, ollama_embed
@@ -425,7 +426,8 @@ def html_page(path: Path) -> Endpoint:
 
 def _state(served: Served) -> dict[str, Any]:
     """What is known of a model, and whether its weights are in memory."""
-    return {"state": served.state, "bytes": served.nbytes, "context_length": served.context, "pinned": served.pinned}
+    known = {"state": served.state, "bytes": served.nbytes, "context_length": served.context, "pinned": served.pinned}
+    return known | {"images": reads_images(served.models.model)}
 
 
 def _usage(served: Served) -> dict[str, Any]:

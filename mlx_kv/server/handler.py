@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import ChatSettings, encode_prompt
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import Grammar
+from mlx_kv.generation.images import ImagePrompt, encode_parts, reads_images
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.generation.thinking import LeadIn, Marks, ThinkingLimit
 from mlx_kv.server.json_http import (
@@ -49,7 +51,15 @@ from mlx_kv.server.output import (
     answer_state,
     marks_of,
 )
-from mlx_kv.server.requests import CompletionRequest, EmbeddingRequest, Limits, RequestRules, UnknownFields
+from mlx_kv.server.requests import (
+    IMAGE_MARK,
+    CompletionRequest,
+    EmbeddingRequest,
+    Limits,
+    RequestRules,
+    UnknownFields,
+    collect_images,
+)
 from mlx_kv.server.served import ModelTable, Served
 from mlx_kv.server.templates import ChatTemplate
 from mlx_kv.server.worker import Worker
@@ -284,17 +294,23 @@ class ModelReader:
         self._template = ChatTemplate(tokenizer, served.template or limits.template)
         self._texts, self.grammars = TokenTexts(tokenizer), Grammars(tokenizer, unknown)
 
-    def encode(self, request: CompletionRequest) -> list[list[int]]:
-        """Token ids of each prompt; a chat is one prompt. Raises ApiError for what the model does not take."""
+    @property
+    def reads_images(self) -> bool:
+        """Whether its model reads images, here."""
+        return reads_images(self.served.models.model) and self._worker.group is None
+
+    def encode(self, request: CompletionRequest) -> list[ImagePrompt]:
+        """The tokens of each prompt; a chat is one prompt. Raises ApiError for what the model does not take."""
         if request.chat:
             return [self._encode_chat(request)]
         try:
-            return [
+            tokens = [
                 encode_prompt(self._tokenizer, each)
                 if isinstance(each, str)
                 else token_ids(each, self.served.vocabulary)
                 for each in request.prompts
             ]
+            return [ImagePrompt(each) for each in tokens]
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
@@ -345,11 +361,11 @@ class ModelReader:
         return next((n for n in range(added + 1) if tokens[added - n : len(tokens) - n] == plain), 0)
 
     def choices(
-        self, request: CompletionRequest, prompts: Sequence[list[int]], grammar: Grammar | None, since: float
+        self, request: CompletionRequest, prompts: Sequence[ImagePrompt], grammar: Grammar | None, since: float
     ) -> list[Choice]:
         """The answers to a request, each with its job. Raises ApiError for prompts that do not fit."""
         choices: list[Choice] = []
-        for place, tokens in enumerate(prompts):
+        for place, (tokens, images) in enumerate((prompt.tokens, prompt.images) for prompt in prompts):
             max_tokens = self._max_tokens(request, tokens)
             for number in range(request.n):
                 job = Job(
@@ -361,6 +377,7 @@ class ModelReader:
                     request.cache.keep,
                     since=since,
                     served=self.served,
+                    images=images,
                 )
                 if grammar is not None:
                     job.grammar = grammar.processor(len(tokens), self._lead_in(request, tokens))
@@ -368,8 +385,8 @@ class ModelReader:
                 choices.append(self._choice(request, len(choices), place, job))
         return choices
 
-    def _encode_chat(self, request: CompletionRequest) -> list[int]:
-        """Token ids of a chat. Raises ApiError for one that the template refuses, and for tools where they are."""
+    def _encode_chat(self, request: CompletionRequest) -> ImagePrompt:
+        """The tokens of a chat. Raises ApiError for one that the template refuses, and for tools where they are."""
         tokenizer, unknown = self._tokenizer, self.rules.unknown
         if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
             if unknown.strict:
@@ -384,9 +401,13 @@ class ModelReader:
             problem = "this model has no chat template, so it takes no chat_template_kwargs"
             raise ApiError(400, f"{problem}: leave them out", "chat_template_kwargs")
         try:
-            return self._template.encode(
-                request.messages, request.continues, request.roles, tools=request.tools or None, **settings
-            )
+            settings["tools"] = request.tools or None
+            if request.images:
+                text = self._template.whole_text(request.messages, request.continues, **settings)
+                parts = IMAGE_MARK.split(text)  # texts, and between them the digests of images
+                sources = [request.images.get(digest) for digest in parts[1::2]]
+                return encode_parts(self.served.models.model, self._tokenizer, parts[::2], sources)
+            return ImagePrompt(self._template.encode(request.messages, request.continues, request.roles, **settings))
         except Exception as error:  # chat templates are programs, and raise any error
             raise ApiError(400, str(error)[:500], "messages") from error
 
@@ -495,11 +516,13 @@ class RequestHandler:
         since = time.monotonic()
         body = await self._json(http)
         reader = self._reader(body)
-        parsed = dialect(body, reader.rules)
+        with collect_images(reader.reads_images) as images:
+            parsed = dialect(body, reader.rules)
         if isinstance(parsed, LoadRequest):
             await self.load(reader.served, parsed.keep_alive)
             return parsed.response
         request, writer, keep_alive = parsed
+        request = replace(request, images=images)
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(reader, request)
@@ -516,10 +539,11 @@ class RequestHandler:
         """The number of tokens of a request's prompt."""
         body = await self._json(http)
         reader = self._reader(body)
-        request = parse(body, reader.rules)
+        with collect_images(reader.reads_images) as images:
+            request = replace(parse(body, reader.rules), images=images)
         self._admission.admit()  # since the tokenizer is shared
         try:
-            return sum(len(tokens) for tokens in await self._tokens(reader, request))
+            return sum(len(prompt.tokens) for prompt in await self._tokens(reader, request))
         finally:
             self._admission.leave()
 
@@ -570,7 +594,7 @@ class RequestHandler:
     async def _json(self, http: Request) -> Any:
         return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
 
-    async def _tokens(self, reader: ModelReader, request: CompletionRequest) -> list[list[int]]:
+    async def _tokens(self, reader: ModelReader, request: CompletionRequest) -> list[ImagePrompt]:
         encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode(request))
         return await asyncio.wrap_future(encoding)
 

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from mlx_kv.cache.layout import PLACES
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.prefixes.index import MIN_SHARED
 from mlx_kv.prefixes.memory import PromptMemory
@@ -216,7 +217,8 @@ def difference_texts(prompt: bytes, cached: bytes, position: int, decode: Decode
     """
 
     def ids(tokens: bytes, start: int, stop: int) -> list[int]:
-        return list(np.frombuffer(tokens[4 * max(0, start) : 4 * stop], ">u4").tolist())
+        listed = np.frombuffer(tokens[4 * max(0, start) : 4 * stop], ">u4").tolist()
+        return [token for token in listed if token < PLACES]  # places of images have no text
 
     in_common = ids(prompt, position - CONTEXT_TOKENS, position)
     before = decode(in_common) if in_common else ""

@@ -70,6 +70,7 @@ class Job:
         caches: of the lost row, and how many tokens they have read, if it cannot be read again as it was.
         thinking: a limit of its thinking.
         served: the model that answers; None is the server's first.
+        images: of the prompt.
     """
 
     tokens: list[int]
@@ -95,6 +96,7 @@ class Job:
     caches: tuple[list[Any], int] | None = None
     thinking: ThinkingLimit | None = None
     served: Any = None
+    images: tuple[Any, ...] = ()
 
     @property
     def to_read(self) -> list[int]:

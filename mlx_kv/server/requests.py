@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import io
+import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from types import MappingProxyType
@@ -38,6 +43,7 @@ from mlx_kv.generation import grammar as grammars
 from mlx_kv.generation.embedding import Pooling
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar import Constraint
+from mlx_kv.generation.images import GONE, MAX_IMAGES
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import MIN_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
@@ -277,6 +283,8 @@ def part_text(part: Any) -> str:
     if isinstance(content := part.get("content"), list) and kind == "search_result":
         return unicode_text(f"{part.get('title')}\n{part.get('source')}\n{read_parts(content, LINE)}")
     noun = PART_NOUNS.get(kind, kind.replace("_", " ")[:40])
+    if noun == "image" and (images := _images.get()) is not None:
+        return _keep_image(part, images)
     leave_out(f"parts of the kind {noun!r}", "this model reads text")
     width, height = image_size(part) if noun == "image" else (0, 0)
     size = f", {width:,} by {height:,} pixels" if width else ""
@@ -296,15 +304,67 @@ class OtherPart(Body):
 
 def image_size(part: Mapping[str, Any]) -> tuple[int, int]:
     """Width and height of an image in a part; zeros where they are unknown: by its URL alone, or without Pillow."""
-    image, source = part.get("image_url"), part.get("source")
-    url = image.get("url") if isinstance(image, dict) else image
-    data = source.get("data") if isinstance(source, dict) else str(url).partition(";base64,")[2]
+    data = image_url(part).partition(";base64,")[2]
     with contextlib.suppress(Exception):  # Pillow raises what it likes, also of images that say they are huge
         from PIL import Image
 
         head = base64.b64decode(str(data)[:IMAGE_HEAD], validate=True)
         return Image.open(io.BytesIO(head)).size  # reads the header alone
     return 0, 0
+
+
+def image_url(part: Mapping[str, Any]) -> str:
+    """The URL of an image in a part, a data URL where it brings its content; empty where it has neither."""
+    image, source = part.get("image_url"), part.get("source")
+    url = image.get("url") if isinstance(image, dict) else image
+    if isinstance(source, dict):
+        data = source.get("data")
+        url = f"data:{source.get('media_type')};base64,{data}" if data is not None else source.get("url")
+    return url if isinstance(url, str) else ""
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+#
+# A content is a text in all that becomes of it, up to the text of the prompt: an image is a mark there, which no client
+# can write, since it has a number that this process has drawn. Templates may write results of calls as JSON: the mark
+# has no character that JSON escapes.
+
+_drawn = secrets.token_hex(8)
+IMAGE_MARK = re.compile(f"image-{_drawn}-([0-9a-f]{{64}})")
+_images: ContextVar[dict[str, str] | None] = ContextVar("images", default=None)
+
+
+@contextlib.contextmanager
+def collect_images(wanted: bool) -> Iterator[dict[str, str]]:
+    """Collects the images of the request that is validated within: data URLs by the digest in their marks.
+
+    Args:
+        wanted: whether the model reads images; else the text says what they were.
+    """
+    images: dict[str, str] = {}
+    token = _images.set(images if wanted else None)
+    try:
+        yield images
+    finally:
+        _images.reset(token)
+
+
+def without_images(messages: Messages) -> Messages:
+    """Messages with a note for each image's mark."""
+    return json.loads(IMAGE_MARK.sub(GONE, json.dumps(messages)))  # type: ignore[no-any-return]
+
+
+def _keep_image(part: Mapping[str, Any], images: dict[str, str]) -> str:
+    """The mark of an image."""
+    url = image_url(part)
+    if not url.startswith("data:"):
+        what = "is an image by its URL" if url else "is an image without its content"
+        raise FieldError(f"{what}, and this server fetches none: send data:image/png;base64,…")
+    digest = hashlib.sha256(url.encode("utf-8", "replace")).hexdigest()
+    images[digest] = url
+    if len(images) > MAX_IMAGES:
+        raise FieldError(f"is one image too many: a request has at most {MAX_IMAGES} different ones")
+    return f"image-{_drawn}-{digest}"
 
 
 def joined_text(gap: str = "") -> BeforeValidator:
@@ -555,6 +615,7 @@ class CompletionRequest:
         cache: how its keys and values are stored.
         thinking_budget: tokens of thinking; None is by `effort`, or the server's.
         effort: of reasoning, as clients name it.
+        images: data URLs, by the digests in the marks that stand for them in messages.
     """
 
     model: str | None = None
@@ -579,6 +640,7 @@ class CompletionRequest:
     cache: CacheRequest = AS_SERVED
     thinking_budget: int | None = None
     effort: str | None = None
+    images: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:

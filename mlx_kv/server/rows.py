@@ -369,7 +369,7 @@ class Rows:
         before, tokens = job.to_read[:count], job.to_read[count:]
         sequence = TokenSequence(job.number, tokens, job.max_tokens, self._detokenizer(job), sampler, caches, before)
         sequence.resumed = sequence.emitted = job.resumed
-        sequence.room = job.room
+        sequence.room, sequence.images = job.room, job.images
         grammar = () if job.grammar is None else (job.grammar,)
         thinking = () if job.thinking is None else (job.thinking,)
         sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar, *thinking), job.top_logprobs

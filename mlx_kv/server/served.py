@@ -21,6 +21,7 @@ from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.generation.admission import PrefillPace
 from mlx_kv.generation.embedding import MOST_TOKENS, Embedder, EmbeddingCard, Pooling
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of, weight_bytes
+from mlx_kv.mlxlm.vision import feature_bytes, forget_images
 from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import UnknownFields
 from mlx_kv.server.rows import Models, Rows, WorkerSettings
@@ -39,13 +40,13 @@ class Weights:
         held: whether they are in memory.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: of all of them, and what images may hold of a network that reads them.
         held: whether they count as memory in use: they are in memory, or are being read.
     """
 
     def __init__(self, network: nn.Module, release: Callable[[nn.Module], None], held: bool) -> None:
         self._network, self._release = network, release
-        self.nbytes, self.held = weight_bytes(network), held
+        self.nbytes, self.held = weight_bytes(network) + feature_bytes(network), held
         self._unread: Iterator[tuple[str, mx.array]] | None = None
 
     @property
@@ -76,6 +77,7 @@ class Weights:
         """Frees them."""
         self._unread = None
         self._release(self._network)
+        forget_images(self._network)
         self.held = False
 
 

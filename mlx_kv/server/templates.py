@@ -327,12 +327,28 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the conversation.
         """
+        fitted = self._fitted(messages)
+        if self._tokenizer.has_chat_template:
+            return encode_messages(self._tokenizer, fitted, continues, **{**self._settings, **template})
+        beginning = f" {fitted.pop()['content']}" if continues else ""
+        return [int(token) for token in self._tokenizer.encode(convert_chat(fitted, dict(roles) or None) + beginning)]
+
+    def whole_text(self, messages: Messages, continues: bool, **template: Any) -> str:
+        """As `encode`, the text of it.
+
+        Raises:
+            TemplateError: as `encode`.
+            ValueError: there is no template.
+        """
+        if not self._tokenizer.has_chat_template:
+            raise ValueError("this model has no chat template, so its chats have no images: leave them out")
+        settings = {**self._settings, **template}
+        return str(apply_template(self._tokenizer, self._fitted(messages), False, continues, **settings))
+
+    def _fitted(self, messages: Messages) -> Messages:
         fitted = fit(copy.deepcopy(messages), self.support)
         for message in fitted:  # templates read either name; answers have the first, as mlx_lm.server's do
             reasoning = message.get("reasoning") or message.get("reasoning_content")
             if isinstance(reasoning, str):
                 message["reasoning"] = message["reasoning_content"] = reasoning
-        if self._tokenizer.has_chat_template:
-            return encode_messages(self._tokenizer, fitted, continues, **{**self._settings, **template})
-        beginning = f" {fitted.pop()['content']}" if continues else ""
-        return [int(token) for token in self._tokenizer.encode(convert_chat(fitted, dict(roles) or None) + beginning)]
+        return fitted

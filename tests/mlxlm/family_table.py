@@ -31,7 +31,8 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
 HEAD = """# Model families
 
 Use this page to check which features work with a model. It lists all {families} model files (families) of mlx-lm
-{version}. The family is usually the `model_type` in the model's config.json.
+{version}. The family is usually the `model_type` in the model's config.json. Families whose
+models read images are in [images](images.md).
 
 Each family was tested as a tiny model with random weights and every layer type of its file. Its results with the
 caches of mlx-kv were compared with a slow and simple reference. `make families` writes this page, and tests compare

@@ -229,7 +229,7 @@ def test_errors(browser: Any, reasoner: Running, says: Any, monkeypatch: pytest.
     page = Page(browser, reasoner)
     says("One.")
     page.drop("a.png", "image/png")
-    assert page.problem == "Images cannot be sent: this server reads text only. Describe the image in words."
+    assert page.problem == "Images cannot be sent: this model reads text only. Describe the image in words."
     page.drop("a.pdf", "application/pdf")
     assert page.problem == "Files cannot be sent: paste their text instead."
     assert page.ask("first") == "One."

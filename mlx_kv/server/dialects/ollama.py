@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_kv.generation.images import reads_images
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
 from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
@@ -174,7 +175,8 @@ class OllamaChatBody(OllamaBody):
             ]
             open_calls.add(calls)
             if message.role == "tool":
-                parts = [open_calls.result(message.tool_call_id, message.content, message.tool_name)]
+                content = requests.LINE.join([each for each in (message.content, *message.images) if each])
+                parts = [open_calls.result(message.tool_call_id, content, message.tool_name)]
             messages.append(chat.Message(message.role, [*parts, *calls]))
         return chat.as_chat(messages)
 
@@ -200,6 +202,10 @@ class GenerateBody(OllamaBody):
     def openai_body(self, unknown: UnknownFields, has_template: bool) -> ChatBody | CompletionBody:
         """This request as OpenAI's: a chat of one prompt, or a text, if it is raw or the model has no template."""
         if self.raw or not has_template:
+            if any(map(requests.IMAGE_MARK.search, self.images)):
+                raise ApiError(
+                    400, "a prompt without a chat template has no images: leave out raw, or images", "images"
+                )
             text = self.prompt if self.raw or not self.system else f"{self.system}\n\n{self.prompt}"
             logprobs = (self.top_logprobs or 0) if self.logprobs else None
             return CompletionBody.parse(self.fields(unknown) | {"prompt": text, "logprobs": logprobs}, unknown)
@@ -359,6 +365,7 @@ class OllamaRoutes:
         capabilities = ["completion"]
         capabilities += ["tools"] if tokenizer.has_tool_calling else []
         capabilities += ["thinking"] if tokenizer.has_thinking else []
+        capabilities += ["vision"] if reads_images(served.models.model) else []
         return JsonResponse(
             {
                 "modelfile": f"FROM {served.names.name}",

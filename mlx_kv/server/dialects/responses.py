@@ -315,7 +315,8 @@ class Conversations:
         self._by_id: OrderedDict[str, Conversation] = OrderedDict()
 
     def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        """Stores a response, unless it is larger than the limit."""
+        """Stores a response, unless it is larger than the limit; images by a note alone."""
+        messages = requests.without_images(messages)
         nbytes = len(json.dumps(response)) + len(json.dumps(messages))
         if nbytes > self._max_bytes:
             return
