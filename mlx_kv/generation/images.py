@@ -24,7 +24,7 @@ from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.layout import PLACES
 from mlx_kv.generation.encoding import TemplateError, apply_template, encode_prompt, has_chats, wrap_tokenizer
 from mlx_kv.mlxlm.probe import check_model
-from mlx_kv.mlxlm.vision import MISSING, Image, VisionLanguageModel
+from mlx_kv.mlxlm.vision import Image, VisionLanguageModel
 from mlx_kv.settings import shown
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -54,11 +54,9 @@ def open_picture(source: Any) -> Any:
     Raises:
         ValueError: it is none that can be read whole, an animation, or larger than is safe to open.
     """
-    try:
-        from PIL import Image as Pillow
-        from PIL import ImageOps, UnidentifiedImageError
-    except ImportError:
-        raise ValueError(MISSING) from None
+    from PIL import Image as Pillow
+    from PIL import ImageOps, UnidentifiedImageError
+
     if isinstance(source, Pillow.Image):
         picture = source
     else:
@@ -180,7 +178,8 @@ def encode_images(
     """
     check_model("model", model)
     check_type("messages", messages, Sequence, "give a list of chat messages")
-    place, tokenizer = _place(_check_reads(model)), wrap_tokenizer(tokenizer)
+    reader, tokenizer = _check_reads(model), wrap_tokenizer(tokenizer)
+    place = _place(reader)
     sources, asked = list[Any](), list[dict[str, Any]]()
     if not has_chats(tokenizer):
         raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
@@ -206,7 +205,7 @@ def encode_images(
     texts = text.split(place)
     if len(texts) != len(sources) + 1:
         raise ValueError(f"the chat template writes {len(texts) - 1} of {len(sources)} images: give it another one")
-    return _encode(_check_reads(model), tokenizer, texts, sources, place)
+    return _encode(reader, tokenizer, texts, sources, place)
 
 
 def encode_parts(model: nn.Module, tokenizer: Any, texts: Sequence[str], sources: Sequence[Any]) -> ImagePrompt:
@@ -227,7 +226,9 @@ def encode_parts(model: nn.Module, tokenizer: Any, texts: Sequence[str], sources
 
 def _check_reads(model: nn.Module) -> VisionLanguageModel:
     if not isinstance(model, VisionLanguageModel) or model.processor is None:
-        raise ValueError("this model reads no images: give it text alone")
+        raise ValueError(
+            "this model reads no images: give it text alone; those that do need mlx-vlm: pip install mlx-kv[vision]"
+        )
     return model
 
 
@@ -297,7 +298,7 @@ def _digest(source: Any) -> bytes:
 
 def _read(model: VisionLanguageModel, tokenizer: Any, picture: Any) -> Image:
     """What the processor makes of one picture alone: so the same one has the same ids in every prompt."""
-    alone = _process(model.processor, _place(model), [picture])
+    alone = _process(model.processor, _place(model), picture)
     tokens = [int(token) for token in np.asarray(alone["input_ids"]).reshape(-1)]
     if tokens[:1] == [getattr(model.processor.tokenizer, "bos_token_id", None)]:  # of a tokenizer that adds its own
         del tokens[0]
@@ -309,13 +310,12 @@ def _read(model: VisionLanguageModel, tokenizer: Any, picture: Any) -> Image:
     return Image(tokens[places[0] : places[-1] + 1], model.image_token, inputs, text)
 
 
-def _process(processor: Any, text: str, pictures: Sequence[Any]) -> Mapping[str, Any]:
+def _process(processor: Any, text: str, picture: Any) -> Mapping[str, Any]:
     """Raises ValueError for what the processor refuses: it is a program of others, and raises what it likes."""
     try:
-        options: dict[str, Any] = {"images": list(pictures)} if pictures else {}
-        if "add_special_tokens" in inspect.signature(processor.__call__).parameters:
-            options["add_special_tokens"] = False  # the template has them
-        result: Mapping[str, Any] = processor(text=[text], **options)
+        takes = "add_special_tokens" in inspect.signature(processor.__call__).parameters
+        options = {"add_special_tokens": False} if takes else {}  # the template has them
+        result: Mapping[str, Any] = processor(text=[text], images=[picture], **options)
         return result
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())

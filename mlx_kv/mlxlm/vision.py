@@ -28,7 +28,6 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.layout import PLACES
 from mlx_kv.mlxlm.traverse import leaves, places_of
 
-MISSING = 'images need mlx-vlm: pip install "mlx-kv[vision]"'
 FEATURE_BYTES = 512 << 20  # of images that nobody waits for, kept for the next prompt that has them
 # Whose logits and tokens are tested against mlx-vlm's own. Others want more than embeddings and positions (inputs of
 # each layer, other masks, positions that are kept on the model), which nothing here would notice.
@@ -69,7 +68,7 @@ class Image:
     def nbytes(self) -> int:
         """Of its features and of the processor's arrays."""
         arrays = [self.features, self.layers, *self.inputs.values()]
-        return sum(int(getattr(each, "nbytes", 0)) for each in arrays if each is not None)
+        return sum(int(getattr(each, "nbytes", 0)) for each in arrays)
 
 
 class ImageTable:
@@ -164,7 +163,6 @@ class VisionLanguageModel(nn.Module):
         self._axes = hasattr(model.language_model, "get_rope_index")
         # Models with several axes know an image by the token before it.
         self._before: list[int] = [config.vision_start_token_id] if self._axes else []
-        self.make_cache()  # refuses caches of other kinds
 
     @property
     def layers(self) -> Any:
@@ -275,7 +273,7 @@ class VisionLanguageModel(nn.Module):
 def _stock_cache(cache: Any, family: str) -> Any:
     """mlx-lm's cache for one of mlx-vlm's."""
     kind = type(cache).__name__
-    if kind in ("KVCache", "SimpleKVCache"):
+    if kind == "KVCache":
         return stock.KVCache()  # type: ignore[no-untyped-call]
     if kind == "RotatingKVCache":
         return stock.RotatingKVCache(max_size=cache.max_size, keep=cache.keep)  # type: ignore[no-untyped-call]

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import hashlib
 import io
-import json
 import logging
 import re
 import secrets
@@ -43,7 +42,7 @@ from mlx_kv.generation import grammar as grammars
 from mlx_kv.generation.embedding import Pooling
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.generation.images import GONE, MAX_IMAGES
+from mlx_kv.generation.images import MAX_IMAGES
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import MIN_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
@@ -347,11 +346,6 @@ def collect_images(wanted: bool) -> Iterator[dict[str, str]]:
         yield images
     finally:
         _images.reset(token)
-
-
-def without_images(messages: Messages) -> Messages:
-    """Messages with a note for each image's mark."""
-    return json.loads(IMAGE_MARK.sub(GONE, json.dumps(messages)))  # type: ignore[no-any-return]
 
 
 def _keep_image(part: Mapping[str, Any], images: dict[str, str]) -> str:

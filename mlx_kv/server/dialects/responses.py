@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
+from mlx_kv.generation.images import GONE
 from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.handler import ParsedRequest
@@ -316,8 +317,11 @@ class Conversations:
 
     def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Stores a response, unless it is larger than the limit; images by a note alone."""
-        messages = requests.without_images(messages)
-        nbytes = len(json.dumps(response)) + len(json.dumps(messages))
+        written = json.dumps(messages)
+        if requests.IMAGE_MARK.search(written):
+            written = requests.IMAGE_MARK.sub(GONE, written)
+            messages = json.loads(written)
+        nbytes = len(json.dumps(response)) + len(written)
         if nbytes > self._max_bytes:
             return
         self._by_id[response["id"]] = Conversation(response, messages, nbytes)
