@@ -6,10 +6,20 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx_lm.models import llama
+from tiny_models import VOCAB
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
+from mlx_kv.calibration import drafter
 from mlx_kv.mlxlm.heads import DraftHead
 from mlx_kv.mlxlm.taps import HiddenTap
+
+# A training of seconds.
+FEW = {"FIRST_ROUNDS": 1, "ROUND_REQUESTS": 3, "ROUND_TEXTS": 3, "ANSWER": 24, "PIECE": 64, "HELD_OUT": 3, "WARM_UP": 2}
 
 
 def random_head(model: nn.Module, seed: int = 1, kind: type[DraftHead] = DraftHead, **options: Any) -> DraftHead:
@@ -50,6 +60,16 @@ def bigram_head(model: nn.Module) -> TableHead:
     head.following = mx.argmax(model(mx.arange(head.tap.vocabulary)[:, None])[:, -1], axis=-1)
     mx.eval(head.following)
     return head
+
+
+def trained_head(model: nn.Module) -> DraftHead:
+    """A head that was trained for a tiny model, for a moment, on texts in characters."""
+    characters = Tokenizer(WordLevel({chr(31 + i): i for i in range(VOCAB)}, unk_token=" "))
+    characters.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FEW.items():
+            patch.setattr(drafter, name, value)
+        return drafter.train_drafter(model, PreTrainedTokenizerFast(tokenizer_object=characters), tokens=2000)
 
 
 def calm(model: nn.Module, share: float = 0.03) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import click.testing
 import mlx.core as mx
 import pytest
+from draft_heads import FEW
 from mlx.utils import tree_flatten
 
 import mlx_kv
@@ -18,8 +19,6 @@ from mlx_kv.calibration.drafter import STATE, is_training, train_drafter
 from mlx_kv.calibration.requests import TrainingTexts
 from mlx_kv.cli.main import command
 from mlx_kv.mlxlm.head_files import find_draft_head, head_file
-
-FEW = {"FIRST_ROUNDS": 1, "ROUND_REQUESTS": 3, "ROUND_TEXTS": 3, "ANSWER": 24, "PIECE": 64, "HELD_OUT": 3, "WARM_UP": 2}
 
 
 @pytest.fixture(scope="module")

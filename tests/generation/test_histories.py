@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from draft_heads import bigram_head, calm
+from draft_heads import bigram_head, calm, trained_head
 from engines import as_on_a_gpu, make_engine
 from test_batch_generation import shaken
 from test_company import BEGINNING, CASES, CHUNK, COARSE, NEARLY, NEARLY_IF_COARSE, policy_for, until_a_tie
@@ -45,7 +45,8 @@ class Request:
 def models(family: str, heads: bool) -> tuple[Any, Any, Any]:
     """A model, one that says nearly the same, and a head of it; of a model of which heads know more, if they draft."""
     model = calm(make_model(family)) if heads else make_model(family)
-    return model, shaken(model, 0.05, family), bigram_head(model)
+    make_head = trained_head if heads and family == "llama" else bigram_head
+    return model, shaken(model, 0.05, family), make_head(model)
 
 
 class History:
@@ -58,7 +59,7 @@ class History:
         self.whole = self.policy.budget is None and self.name not in REREADS  # prefixes are as if read anew
         how: dict[str, Any] = {}
         self.statistics = SpeculationStatistics()
-        if self.policy.budget is None and self.family != "deepseek_v32" and (heads or self.drawn.random() < 0.4):
+        if self.family != "deepseek_v32" and (heads or self.drawn.random() < 0.4):
             how = {"draft_model": drafts[1] if heads else self.drawn.choice(drafts), "num_draft_tokens": 3}
             how |= {"draft_length": "fixed", "statistics": self.statistics}
         rows = self.drawn.choice([1, 2, 3, 5])
