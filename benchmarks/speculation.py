@@ -219,13 +219,16 @@ def measure_pair(tokens: int, rounds: int) -> dict[str, Any]:
         return {"speed": (len(said) - 1) / (time.perf_counter() - started), "said": [said], "counts": None}
 
     options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": 3}
+    head = {"draft_model": load_draft_head("reference", model)}
     for rows in (1, 4):
         prompts = [ids[first : first + 400] for first in range(0, 400 * rows, 400)]
         sides = {
             "plain": lambda prompts=prompts: decoded(model, prompts, tokens),
             "draft": lambda prompts=prompts: decoded(model, prompts, tokens, **options),
             "fixed": lambda prompts=prompts: decoded(model, prompts, tokens, draft_length="fixed", **options),
+            "head": lambda prompts=prompts: decoded(model, prompts, tokens, **head),
             "suffix": lambda prompts=prompts: decoded(model, prompts, tokens, drafter="suffix"),
+            "auto": lambda prompts=prompts: decoded(model, prompts, tokens, drafter="auto", **head),
         }
         if rows == 1:
             sides["mlx-lm"] = lambda prompts=prompts: stock(prompts[0])

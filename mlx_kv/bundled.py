@@ -17,6 +17,11 @@ def draft_path(name_or_path: str) -> str:
     return model_path("draft" if name_or_path == "reference" else name_or_path)
 
 
+def head_path(name_or_path: str | Path) -> Path:
+    """The file of the head that goes with a bundled model, anything else as it came."""
+    return FOLDER / "draft" / "reference.kvdraft.safetensors" if name_or_path == "reference" else Path(name_or_path)
+
+
 def model_path(name_or_path: str) -> str:
     """The directory of a bundled model (`reference`, `draft`); any other name is returned unchanged."""
     return (

@@ -34,6 +34,8 @@ WORDS = {
     "ours": "default growth",
     "fixed": "draft model, fixed length",
     "draft": "draft model",
+    "head": "head, chosen length",
+    "auto": "head and suffixes",
     "mlx-lm": "mlx-lm's loop, draft model",
 }
 

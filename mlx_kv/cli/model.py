@@ -373,7 +373,8 @@ class DraftOptions(DraftSettings):
         option="--draft-head",
         metavar="PATH_OR_HUB_ID",
         help="Speculate with a head of the model: a file of mlx-kv train-drafter, or a directory or repository with "
-        "one, such as the model's original.  [default with --draft mtp: the one beside the model, or in its files]",
+        "one, such as the model's original; `reference` is the bundled one.  [default with --draft mtp: the one beside "
+        "the model, or in its files]",
     )
 
     def __post_init__(self) -> None:

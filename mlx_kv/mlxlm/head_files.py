@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from msgspec import Meta
 
+from mlx_kv.bundled import head_path
 from mlx_kv.cache.checks import check_type
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
@@ -159,7 +160,8 @@ def load_draft_head(path_or_hub_id: str | Path, model: nn.Module, *, whole: bool
 
     Args:
         path_or_hub_id: a file of `mlx-kv train-drafter`; or a directory or a repository with a head of this model: the
-            model's own, of which only the files with the head are read, one of mlx-vlm's `split_mtp`, or of EAGLE-3.
+            model's own, of which only the files with the head are read, one of mlx-vlm's `split_mtp`, or of EAGLE-3;
+            `reference` is the head of the bundled model.
         model: as `load` returns it.
         whole: False for a part of a model, of which it is not checked that the head was trained for it.
 
@@ -172,7 +174,7 @@ def load_draft_head(path_or_hub_id: str | Path, model: nn.Module, *, whole: bool
     """
     check_model("model", model)
     check_type("path_or_hub_id", path_or_hub_id, str | os.PathLike, "give a file, a directory or a hub id")
-    path = Path(path_or_hub_id)
+    path = head_path(path_or_hub_id)
     if path.is_file():
         return _bound(_read_head(path, model, whole), partial(_read_again, path), model)
     folder = path if path.is_dir() else _downloaded(str(path_or_hub_id), _prefixes(model))

@@ -160,7 +160,7 @@ def test_bad_input_is_refused_at_the_call(reference: Reference, options: dict[st
 def test_the_shipped_models_are_small_and_of_the_promised_shape(reference: Reference) -> None:
     assert mlx_kv.bundled_models() == ["draft", "recall", "reference"]
     size = sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file())
-    assert size <= 12e6
+    assert size <= 14e6
     args = reference[0].args
     assert (args.model_type, args.head_dim, args.num_attention_heads, args.num_key_value_heads) == ("llama", 64, 4, 2)
 
