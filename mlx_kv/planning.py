@@ -504,6 +504,7 @@ def of_ranks(
 # --- this device ------------------------------------------------------------------------------------------------------
 
 DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
+RECOMMENDED_SHARE = 0.9  # of what macOS recommends
 
 
 def device_dtype(config: dict[str, Any]) -> str:
@@ -523,12 +524,15 @@ def device_dtype(config: dict[str, Any]) -> str:
 
 
 def default_limit() -> int | None:
-    """A share of the device's memory in bytes; None if its size is unknown."""
+    """A share of the device's memory in bytes; None if its size is unknown.
+
+    What macOS recommends to use of a Mac's memory leaves room for others already, so a larger share is taken of that.
+    """
     if on_cpu():
         memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         container = Path("/sys/fs/cgroup/memory.max")
         if container.exists() and (text := container.read_text().strip()).isdigit():
             memory.append(int(text))
         return int(DEVICE_SHARE * min(memory))
-    size = gpu_memory()
-    return None if size is None else int(DEVICE_SHARE * size)
+    size, macos = gpu_memory(), "max_recommended_working_set_size" in mx.device_info()
+    return None if size is None else int((RECOMMENDED_SHARE if macos else DEVICE_SHARE) * size)

@@ -1,4 +1,4 @@
-"""Draws a real run in a terminal, for the README's first screen: docs/run.svg.
+"""Draws a real run in a terminal, for the first run in docs/generate.md: docs/run.svg.
 
     python tools/run_picture.py [--output docs/run.svg]
 

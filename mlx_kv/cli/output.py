@@ -39,7 +39,7 @@ def tokens_line(name: str, tokens: int, per_second: float | None) -> str:
 
 
 def human_bytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
+    return f"{count / 1e9:,.2f} GB" if count >= 1e10 else f"{count / 1e6:,.2f} MB"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.model import find_config, read_config, short_name
-from mlx_kv.cli.options import Parsed, command, json_option, message_of, option, plot_option, read_numbers
+from mlx_kv.cli.options import Parsed, command, json_option, message_of, option, plot_option, read_bytes, read_numbers
 from mlx_kv.cli.output import aligned, check_plot, human_bytes, save_figure
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import SplitOptions, split_options
@@ -30,12 +30,13 @@ Examples:
   mlx-kv plan --model models/gemma --kv-bits 8 --max-kv-size 16384 --batch-size 4
   mlx-kv plan --model reference --batch-size 16 --shared-prefix 4000
   mlx-kv plan --model models/gemma --plot memory.png
+  mlx-kv plan --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit --kv-bits 8 --memory-limit 20GB
   mlx-kv plan --model reference --json
   mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
 """
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
-Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
+Not included: activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
 allocate them in multiples of 256, and where nothing was reserved up to half as many more (twice, below 1,024).
 Layers that share keys and values are counted once. The type is what this device computes in, float32 on a CPU; plan
 for a GPU with --dtype bfloat16."""
@@ -112,6 +113,19 @@ def shared_lines(most: int, tokens: int, copies: StrategyMemory, contexts: Seque
     if most < max(contexts):  # a budget: then tokens are evicted
         once += f", until a sequence has more than {most:,} tokens"
     return [f"{once}. With copies in each sequence: {sizes} {unit} at {of} tokens."]
+
+
+def weights_line(weights: int, limit: int | None, per_token: int) -> str:
+    """What weights take, and the tokens that a limit of bytes leaves room for beside them."""
+    words = f"Weights take {human_bytes(weights)}"
+    if limit is not None and limit <= weights:
+        words += f", more than the limit of {human_bytes(limit)}"
+    elif limit is not None:
+        words += (
+            f"; a limit of {human_bytes(limit)} leaves {human_bytes(limit - weights)} for requests and cached prompts"
+        )
+        words += f": {(limit - weights) // per_token:,} tokens" if per_token else ""
+    return f"{words}."
 
 
 def server_line(planner: Planner, policy: CachePolicy, batch_size: int) -> str:
@@ -200,6 +214,14 @@ def draw(
     help="First tokens that all sequences have in common: held once, where the model and the policy allow it.",
 )
 @option(
+    "--memory-limit",
+    type=Parsed(read_bytes),
+    metavar="BYTES",
+    section="Sequences",
+    summary="Say how many tokens fit beside the weights.",
+    help="Say how many tokens fit beside the weights: 20GB, 512MB, or a number of bytes.",
+)
+@option(
     "--ranks",
     type=click.IntRange(2),
     metavar="R",
@@ -220,6 +242,7 @@ def plan(
     contexts: tuple[int, ...],
     batch_size: int,
     shared_prefix: int,
+    memory_limit: int | None,
     ranks: int | None,
     split: SplitOptions,
     dtype: str | None,
@@ -237,7 +260,7 @@ def plan(
     config = read_config(find_config(model))
 
     from mlx_kv.mlxlm.convert import check_policy, make_prompt_cache
-    from mlx_kv.mlxlm.loading import model_from_config
+    from mlx_kv.mlxlm.loading import model_from_config, quantize_as_stored, weight_bytes
     from mlx_kv.planning import DTYPES, Planner, Ranks, device_dtype, of_ranks, strategies
     from mlx_kv.policy import CachePolicy
 
@@ -282,6 +305,9 @@ def plan(
         copies = planner.compare([planned], contexts, batch_size)[0]
         lines += shared_lines(planner.shares_up_to(planned.policy), shared_prefix, copies, contexts)
     if not planned_refused:
+        stored = model_from_config(config, DTYPES[dtype])
+        quantize_as_stored(stored, config)
+        lines.append(weights_line(weight_bytes(stored), memory_limit, planner.row(planned.policy).per_token))
         lines.append(server_line(planner, planned.policy, batch_size))
     lines.append(NOT_INCLUDED)
     if parts is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from tiny_models import FAMILIES, VOCAB, make_model
 
@@ -213,7 +214,19 @@ def test_a_bundled_model_has_a_plan(command: Any) -> None:
     assert done.code == 0
     assert "reference (llama), keys and values in float32" in done.out
     assert "this policy: CachePolicy(bits=8, max_kv_size=300)" in done.out
-    assert "Not included: weights, activations" in done.out
+    assert "Not included: activations" in done.out
+
+
+def test_weights_and_what_a_limit_leaves_beside_them(command: Any, reference: Any) -> None:
+    parameters: Any = reference[0].parameters
+    weights = sum(array.nbytes for _, array in tree_flatten(parameters()))
+    of_a_token = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, channels, bytes of float32
+    said = command("plan", "--model", "reference", "--memory-limit", "100MB").out
+    left = 10**8 - weights
+    assert f"Weights take {weights / 1e6:.2f} MB; a limit of 100.00 MB leaves {left / 1e6:.2f} MB for requests" in said
+    assert f" and cached prompts: {left // of_a_token:,} tokens.\n" in said
+    small = command("plan", "--model", "reference", "--memory-limit", "5MB").out
+    assert f"Weights take {weights / 1e6:.2f} MB, more than the limit of 5.00 MB.\n" in small
 
 
 # What is said, and the policy that it is: two words for one thing are one, and codecs are told by their names.

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from serving import LONG, check_error, running
 
-from mlx_kv import CachePolicy
+from mlx_kv import CachePolicy, planning
 from mlx_kv.generation import sequence
 from mlx_kv.generation.prefill import TwoPassPrefill
 from mlx_kv.generation.statistics import cache_statistics
@@ -284,5 +285,13 @@ def test_a_plan_counts_slots_as_caches_take_them() -> None:
     assert MemoryLimit().refusal(plan, 10**6, 10**6) is None
 
 
-def test_the_limit_of_a_device_is_below_its_memory() -> None:
+def test_the_limit_of_a_device_is_below_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2**28 < (default_limit() or 0) < 2**43
+    monkeypatch.setattr(planning, "on_cpu", lambda: False)
+    for info, limit in (
+        ({"memory_size": 32e9, "max_recommended_working_set_size": 22e9}, 19.8e9),  # a Mac
+        ({"total_memory": 80e9}, 64e9),
+        ({}, None),
+    ):
+        monkeypatch.setattr(mx, "device_info", lambda info=info: info)
+        assert default_limit() == limit
