@@ -8,7 +8,8 @@ The physics. Decoding reads all weights for each pass, of one token or of nine: 
 pass of several tokens costs little more than one, and each drafted token that is right saves a pass. Arithmetic grows
 with tokens, so how much more it costs is the machine's affair, and is measured here first.
 
-With --head, a head of the model drafts, too: alone (`mtp`), and with suffixes (`auto`), the better one for each row.
+With a head (--head, or the one beside the model), that drafts, too: alone (`mtp`), and with suffixes (`auto`), the
+better one for each row.
 
 Six tasks, each a text of this file's own and a question about it, for a chat model: to edit code, to repeat a text, to
 summarise it, to take facts out of it as JSON, an open question about nothing that stands there, and to write code.
@@ -44,6 +45,7 @@ from unittest import mock
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, load_draft_head, model_path
 from mlx_kv.generation import decode_batch
 from mlx_kv.generation.speculation.drafters import Drafter
+from mlx_kv.mlxlm.head_files import find_draft_head
 from mlx_kv.mlxlm.loading import load
 
 # isort: split
@@ -184,7 +186,7 @@ def measure_tasks(
     path: str, head_path: str | None, tasks: Sequence[str], tokens: int, rounds: int, rows: Sequence[int]
 ) -> dict[str, Any]:
     model, tokenizer = load(path)
-    head = None if head_path is None else load_draft_head(head_path, model)
+    head = find_draft_head(path, model) if head_path is None else load_draft_head(head_path, model)
     sides = SIDES if head is None else ("plain", "suffix", "mtp", "auto")
     line: dict[str, Any] = {"pass_costs": costs_of_passes(model, 10_000)}
     print(f"{path}: a pass of n tokens costs {line['pass_costs']}", file=sys.stderr, flush=True)
@@ -428,7 +430,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a chat model that mlx-lm loads, for the tasks")
     parser.add_argument("--parts", default="change,pair,qwen3_next,tasks", help="also: rollback; by commas")
-    parser.add_argument("--head", help="a head of that model, as of --draft-head")
+    parser.add_argument("--head", help="a head of that model, as of --draft-head; else the one beside it")
     parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, at the most")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured")

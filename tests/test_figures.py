@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,10 @@ import click
 import pytest
 
 from mlx_kv.cli.main import command as group
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from performance_sections import SECTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -33,6 +38,7 @@ UNITS = (
     "|points?|nats"
 )
 FIGURE = re.compile(rf"(?<![\w.-])\d[\d.,]*(?: to \d[\d.,]*)?(?:-| )?(?:(?:{UNITS})\b|%)")
+NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w.])")
 DECIMAL = re.compile(r"\|\s*\**-?\d[\d,]*\.\d+")
 FOLDERS = ("benchmarks/", "tools/", "tests/")
 
@@ -105,6 +111,32 @@ def test_figures_say_what_makes_them(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert without_source(text) == []
     assert {source: why for source in sources(text) if (why := wrong(source))} == {}
+
+
+def test_what_the_performance_page_has_stands_there_alone() -> None:
+    """One number for one benchmark: other pages link to it, and have what its sections do not."""
+    sections = {f"benchmarks/{section.name}.py" for section in SECTIONS}
+    found = {
+        (page.name, words[0])
+        for page in PAGES
+        for source in sources(page.read_text(encoding="utf-8"))
+        if (words := source.split())[0] in sections
+    }
+    alone = {
+        ("budgets.md", "benchmarks/compaction.py"),  # scores that the section does not have
+        ("generate.md", "benchmarks/cpu_attention.py"),
+        ("speculative.md", "benchmarks/speculation.py"),
+    }
+    assert {(page, source) for page, source in found if page != "performance.md"} == alone
+
+
+def test_rows_that_quote_the_performance_page_have_its_figures() -> None:
+    said = set(NUMBER.findall((ROOT / "docs" / "performance.md").read_text(encoding="utf-8")))
+    rows = [row for page in PAGES for row in re.findall(r"^\| .*\(.*performance\.md#gpu\).*$", page.read_text(), re.M)]
+    assert rows
+    for row in rows:
+        _claim, *cells = row.strip("| ").split(" | ")
+        assert [figure for cell in cells[:-1] for figure in NUMBER.findall(cell) if figure not in said] == [], row
 
 
 def test_figures_that_no_command_makes_become_fewer() -> None:

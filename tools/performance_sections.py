@@ -119,19 +119,21 @@ SECTIONS = (
         ("--rounds", "1", "--model", MODEL),
         "Greedy [speculative decoding](speculative.md) against plain decoding. *Ours* and *plain* are the number of "
         "tokens that one pass of the model generates; the ratio compares tokens per second.\n\n"
-        "- Tasks, for SmolLM2: *edit* code, *repeat* a text, *summarise* it, *extract* facts as JSON, or answer an "
-        "*open* question without a text.\n"
+        "- Tasks, for SmolLM2: *edit* code, *repeat* a text, *summarise* it, *extract* facts as JSON, answer an "
+        "*open* question without a text, or write *code*.\n"
         "- `ngram` and `suffix` copy from earlier text, [without a model](speculative.md#drafts-without-a-model). "
         "The number of drafted tokens adapts, except in rows *fixed length*.\n"
-        "- *bundled pair*: the reference model and its draft model continue source code.\n"
+        "- `mtp` is a [head](speculative.md#heads) that was trained for this model; `auto` takes suffixes and, where "
+        "there are none, the head.\n"
+        "- *bundled pair*: the reference model and its draft model, or its head, continue source code.\n"
         "- *recurrent layers*: a small random model (qwen3_next), with a drafter that makes the given share of drafts "
         "wrong.\n"
         "- *a text that changes*: the reference model generates a given text: repeating tokens, then random ones, then "
         "repeating ones again.",
         "plain",
         "times as fast as plain decoding",
-        "Five tasks and one small model. The gain depends on how much of an answer repeats its prompt, which differs "
-        "between models.",
+        "Six tasks and one small model. The gain depends on how much of an answer repeats its prompt, which differs "
+        "between models. The bundled pair was measured anew in five rounds, recurrent layers in three.",
     ),
     Section(
         "cpu_attention",
@@ -165,8 +167,7 @@ SECTIONS = (
         "have nothing in common, and are decoded with a sampler.",
         "mlx_lm.server",
         "our throughput / mlx_lm.server's, and mlx_lm.server's time to first token / ours",
-        "Answers of 24 tokens after prompts of 300, so prompts take most of the time. One round. For 8 bits see "
-        "[the server's page](server.md#measured).",
+        "Answers of 24 tokens after prompts of 300, so prompts take most of the time. One round.",
     ),
     Section(
         "accelerator",
