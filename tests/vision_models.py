@@ -1,4 +1,4 @@
-"""Tiny random models of mlx-vlm's families, images for them, and the library's own way to read them.
+"""Tiny random models of mlx-vlm's and mlx-lm's families, images for them, and the library's own way to read them.
 
 V = 200 tokens, of which three are for images.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import string
+import types
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from metal_stand_ins import STAND_INS
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import cache as stock
 
-from mlx_kv.mlxlm.vision import Image, VisionLanguageModel
+from mlx_kv.mlxlm.vision import EmbeddingModel, Image, VisionLanguageModel
 
 VOCABULARY, IMAGE, START, END = 200, 190, 189, 188
 TEXT = {
@@ -34,8 +37,23 @@ TEXT = {
 }
 GRID = {"image_token_id": IMAGE, "video_token_id": 191, "vision_start_token_id": START, "vision_end_token_id": END}
 EYES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_channels": 3}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "llava")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "llava", "muse_spark")
 SEVERAL_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+OF_MLX_LM = ("muse_spark",)
+MUSE: dict[str, Any] = {
+    "post_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0},
+    "layer_rope_theta": [10000.0, 10000.0, 0],
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "head_dim": 32,
+    "final_logit_softcapping": 20.0,
+    "output_multiplier": 0.2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_hidden_size": 64,
+    "moe_intermediate_size": 32,
+}
 
 
 def make_model(family: str, seed: int = 0, **sizes: Any) -> VisionLanguageModel:
@@ -44,6 +62,10 @@ def make_model(family: str, seed: int = 0, **sizes: Any) -> VisionLanguageModel:
     Args:
         sizes: other settings of its text part.
     """
+    if family in OF_MLX_LM:
+        made = _with_weights(_model_of_mlx_lm(family, {**TEXT, **MUSE, **sizes}), seed)
+        made.lm_head.weight[IMAGE] = 0.0  # no answer has a place of an image
+        return EmbeddingModel(made)
     module: Any = importlib.import_module(f"mlx_vlm.models.{family}")
     text: dict[str, Any] = {"model_type": family, **TEXT, **sizes}
     eyes: dict[str, Any] = {"model_type": family, **EYES}
@@ -89,7 +111,10 @@ def make_model(family: str, seed: int = 0, **sizes: Any) -> VisionLanguageModel:
         ),
         **{name: value for name, value in more.items() if _takes(module.ModelConfig, name)},
     )
-    model = module.Model(config)
+    return VisionLanguageModel(_with_weights(module.Model(config), seed))
+
+
+def _with_weights(model: Any, seed: int) -> Any:
     mx.random.seed(seed)
     weights = [
         (name, mx.random.normal(x.shape) * (0.3 if x.ndim > 1 else 0.1) + (0.0 if x.ndim > 1 else 1.0))
@@ -97,7 +122,18 @@ def make_model(family: str, seed: int = 0, **sizes: Any) -> VisionLanguageModel:
     ]
     model.update(tree_unflatten(weights))
     mx.eval(model.parameters())
-    return VisionLanguageModel(model)
+    return model
+
+
+def _model_of_mlx_lm(family: str, text: dict[str, Any]) -> Any:
+    """In plain operations and float32 throughout, so that sums in other shapes are the same."""
+    module: Any = importlib.import_module(f"mlx_lm.models.{family}")
+    for name, function in STAND_INS[family].items():
+        setattr(module, name, function)
+    module.mx = types.SimpleNamespace(**vars(mx) | {"bfloat16": mx.float32})
+    eyes = EYES | {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
+    more = {"model_type": family, "text_config": text, "vision_config": eyes, "image_token_id": IMAGE}
+    return module.Model(module.ModelArgs.from_dict(more))
 
 
 def _takes(kind: Any, name: str) -> bool:
@@ -113,6 +149,10 @@ def make_image(family: str, seed: int, patches: tuple[int, int] = (4, 6)) -> Ima
         inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
         return Image([IMAGE] * (height * width // 4), IMAGE, inputs)
     pixels = draw.standard_normal((1, 3, 16, 16), np.float32)
+    if family in OF_MLX_LM:
+        height, width = patches
+        pixels = draw.standard_normal((3, 4 * height, 4 * width), np.float32)
+        return Image([IMAGE] * (height * width // 4), IMAGE, {"pixel_values": pixels})
     if family == "gemma3":
         return Image([IMAGE] * 4, IMAGE, {"pixel_values": pixels})
     if family == "llava":
@@ -143,9 +183,11 @@ class Reference:
 
     def __init__(self, family: str, model: VisionLanguageModel) -> None:
         self.family, self.model = family, model.model
-        self.base: Any = importlib.import_module("mlx_vlm.models.cache")
+        self.base: Any = stock if family in OF_MLX_LM else importlib.import_module("mlx_vlm.models.cache")
 
     def caches(self) -> list[Any]:
+        if self.family in OF_MLX_LM:
+            return stock.make_prompt_cache(self.model)
         language: Any = self.model.language_model
         made = language.make_cache() if hasattr(language, "make_cache") else None
         return made or [self.base.KVCache() for _ in self.model.layers]
@@ -153,12 +195,19 @@ class Reference:
     def logits(self, parts: Sequence[Sequence[int] | Image], caches: list[Any] | None = None) -> mx.array:
         """(S, V) of a prompt."""
         tokens, images = plain_tokens(parts), [part for part in parts if isinstance(part, Image)]
+        caches = self.caches() if caches is None else caches
+        if self.family in OF_MLX_LM:
+            return self._read(tokens, {"pixel_values": [image.inputs["pixel_values"] for image in images]}, caches)
         names = images[0].inputs if images else {}
         axis = 1 if self.family in ("idefics3", "smolvlm") else 0
         joined = {name: np.concatenate([each.inputs[name] for each in images], axis) for name in names}
-        return self._read(tokens, joined, self.caches() if caches is None else caches)
+        return self._read(tokens, joined, caches)
 
     def _read(self, listed: list[int], inputs: dict[str, Any], caches: list[Any]) -> mx.array:
+        if self.family in OF_MLX_LM:
+            pictures = [mx.array(pixels) for pixels in inputs["pixel_values"]]
+            embedded = self.model.embed_inputs(mx.array([listed]), pixel_values=pictures or None)
+            return self.model(mx.array([listed]), cache=caches, input_embeddings=embedded)[0]
         tokens, joined = mx.array([listed]), {name: mx.array(value) for name, value in inputs.items()}
         pixels = joined.pop("pixel_values", None)
         read = self.model.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **joined)
@@ -185,6 +234,9 @@ class Reference:
         said: list[int] = []
         for number in range(count):
             said.append(int(logits[-1].argmax().item()))
+            if self.family in OF_MLX_LM:
+                logits = self.model(mx.array([[said[-1]]]), cache=caches)[0]
+                continue
             options = {}
             if self.family in SEVERAL_AXES:
                 options = {"position_ids": mx.full((3, 1, 1), length + number + self.delta)}
@@ -221,15 +273,19 @@ def save_model(family: str, folder: Path, seed: int = 0, max_pixels: int = 4096,
 
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = make_model(family, seed, **sizes).model
-    config = asdict(model.config)
+    config = asdict(model.args if family in OF_MLX_LM else model.config)
     if family in ("qwen2_vl", "qwen2_5_vl"):  # the settings of text are not in a part of their own
         config = config.pop("text_config") | config
     config |= {"model_type": family, "eos_token_id": 2}
+    if family == "muse_spark":  # transformers checks what reads sounds
+        config |= {"audio_config": {"out_hidden_size": config["text_config"]["hidden_size"]}}
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     grid = family in SEVERAL_AXES
     special = {START: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>" if grid else "<image>"}
+    if family in OF_MLX_LM:
+        special = {START: "<|image_start|>", END: "<|image_end|>", IMAGE: "<|patch|>"}
     special |= {191: "<|video_pad|>", 192: "<start_of_image>", 193: "<end_of_image>"}
     special |= {194: "<fake_token_around_image>", 195: "<global-img>"}
     names = ["<unk>", "<s>", "</s>", *string.printable]
@@ -250,6 +306,8 @@ def save_model(family: str, folder: Path, seed: int = 0, max_pixels: int = 4096,
     if family == "gemma3":
         words |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    if family in OF_MLX_LM:  # whose processor is made of config.json
+        return folder
     processor, pictures, pixels = PROCESSORS[family]
     settings = {"processor_class": processor, "image_processor_type": pictures, "patch_size": 4, **pixels}
     settings |= {"max_pixels": max_pixels} if grid else {}

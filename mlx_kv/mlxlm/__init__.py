@@ -12,7 +12,7 @@
     heads.py      heads that draft, over layers of mlx-lm
     eagle.py      those of EAGLE-3
     head_files.py files of heads, and where they are found
-    vision.py     models of mlx-vlm, which read images
+    vision.py     models that read images
     cpu.py        attention and activation on a CPU
     cuda.py       attention over quantised caches on CUDA
 

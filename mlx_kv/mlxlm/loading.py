@@ -23,6 +23,7 @@ from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention, use_cpu_head
 from mlx_kv.mlxlm.cuda import use_cuda_attention
 from mlx_kv.mlxlm.probe import cached_per_model, check_not_forked
+from mlx_kv.mlxlm.vision import FAMILIES, load_vision, with_images
 
 
 def load(
@@ -35,7 +36,7 @@ def load(
     lazy: bool = False,
     images: bool = True,
 ) -> tuple[nn.Module, Any]:
-    """Loads a model and its tokenizer with mlx-lm, or with mlx-vlm one that reads images.
+    """Loads a model and its tokenizer with mlx-lm, or with mlx-vlm one whose images mlx-lm does not read.
 
     On a CPU 16-bit weights become float32: it emulates half precision.
 
@@ -45,8 +46,8 @@ def load(
         chat_template: instead of the tokenizer's own.
         quantize_activations: as the weights are, where a layer can.
         lazy: read each weight on first use.
-        images: False loads the text part alone, with mlx-lm, of a model that could read images; so do `adapter_path`
-            and `quantize_activations`.
+        images: False loads the text part alone, with mlx-lm, of a model that could read images; of one of mlx-vlm, so
+            do `adapter_path` and `quantize_activations`.
 
     Raises:
         ValueError: a directory that holds no model, a name that mlx-lm cannot load, or a template that is no Jinja.
@@ -65,7 +66,10 @@ def load(
     loaded = None
     if images and adapter_path is None and not quantize_activations:
         loaded = _load_with_images(path_or_hub_id, lazy, trust_remote_code, options["tokenizer_config"])
-    model, tokenizer = loaded or load_with_config(path_or_hub_id, lazy=lazy, **options)[:2]
+    if loaded is None:
+        model, tokenizer, config = load_with_config(path_or_hub_id, lazy=lazy, **options)
+        loaded = (with_images(model, tokenizer, config) if images else model), tokenizer
+    model, tokenizer = loaded
     fit_to_device(model)
     if chat_template is not None:
         _check_template(tokenizer)
@@ -83,8 +87,6 @@ def _load_with_images(
     if "vision_config" not in config:
         return None
     from mlx_lm.tokenizer_utils import load as load_tokenizer
-
-    from mlx_kv.mlxlm.vision import FAMILIES, load_vision
 
     if config.get("model_type") not in FAMILIES:
         return None

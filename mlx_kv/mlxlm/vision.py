@@ -1,4 +1,4 @@
-"""Models of mlx-vlm that read images, as models of mlx-lm: tokens and caches in, logits out.
+"""Models that read images, of mlx-vlm and of mlx-lm: tokens and caches in, logits out, as of any model of mlx-lm.
 
 An image is tokens, too: each of its places has an id from 2^31 up, of 31 bits of a digest of what the processor made of
 the image, and of the place. So texts that begin alike are found by their ids, with images as without, and all that
@@ -13,6 +13,7 @@ B rows, S tokens, n places of an image, D hidden size.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import threading
 import weakref
 from collections import OrderedDict
@@ -189,9 +190,14 @@ class VisionLanguageModel(nn.Module):
             inputs, options, ends = self._embed(inputs.tolist(), cache)  # type: ignore[arg-type]
         elif self._axes:
             options["position_ids"] = self._positions(cache, *inputs.shape)
-        logits: mx.array = self.model.language_model(inputs, cache=cache, **options).logits
+        logits = self._read(inputs, cache, options)
         if any(ends):
             _note_images(cache or [], ends)
+        return logits
+
+    def _read(self, inputs: mx.array, cache: list[Any] | None, options: dict[str, Any]) -> mx.array:
+        """Logits (B, S, V) of tokens (B, S) without places."""
+        logits: mx.array = self.model.language_model(inputs, cache=cache, **options).logits
         return logits
 
     def _positions(self, cache: list[Any] | None, rows: int, count: int) -> mx.array:
@@ -206,7 +212,7 @@ class VisionLanguageModel(nn.Module):
         """Tokens (B, S) without places, what the model reads beside them, and the images that end here, by row."""
         count = len(rows[0])
         ids = mx.array([[self.image_token if token >= PLACES else token for token in row] for row in rows])
-        embedded = self.model.get_input_embeddings(ids).inputs_embeds
+        embedded = self._embed_texts(ids)
         seen = np.zeros((len(rows), count), bool)
         positions = np.zeros((3, len(rows), count), np.int32)
         layers: list[mx.array] = []
@@ -249,25 +255,102 @@ class VisionLanguageModel(nn.Module):
             }
         return ids, options, ends
 
+    def _embed_texts(self, tokens: mx.array) -> mx.array:
+        """(B, S, D) of tokens (B, S) without places."""
+        embedded: mx.array = self.model.get_input_embeddings(tokens).inputs_embeds
+        return embedded
+
     def _encode(self, image: Image) -> None:
         """Computes the features of an image, unless they are there."""
         if image.features is None:
             self.images.encoded += 1
-            before = self._before
-            tokens = mx.array([[*before, *image.tokens]])
+            tokens = [*self._before, *image.tokens]
             inputs = {name: mx.array(value) for name, value in image.inputs.items()}
-            result = self.model.get_input_embeddings(
-                tokens, inputs.pop("pixel_values"), mask=mx.ones_like(tokens), **inputs
-            )
-            here = mx.array(np.flatnonzero(np.array([*before, *image.tokens]) == image.token))
-            image.features = result.inputs_embeds[0][here]
-            if result.deepstack_visual_embeds is not None:
-                image.layers = mx.stack(list(result.deepstack_visual_embeds))
-            if result.position_ids is not None and result.position_ids.ndim == 3:
-                axes: Any = np.array(result.position_ids[:, 0])[:, np.array(here)] - len(before)
-                image.axes, image.extent = axes.astype(np.int32), int(axes.max()) + 1
+            self._compute(image, mx.array([tokens]), inputs, mx.array(np.flatnonzero(np.array(tokens) == image.token)))
             mx.eval([each for each in (image.features, image.layers) if each is not None])
         self.images.touch(image)
+
+    def _compute(self, image: Image, tokens: mx.array, inputs: dict[str, mx.array], here: mx.array) -> None:
+        """Sets the features of an image.
+
+        Args:
+            tokens: (1, S), of the image and those before it that are needed.
+            here: (n,), where its places are.
+        """
+        pixels = inputs.pop("pixel_values")
+        result = self.model.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **inputs)
+        image.features = result.inputs_embeds[0][here]
+        if result.deepstack_visual_embeds is not None:
+            image.layers = mx.stack(list(result.deepstack_visual_embeds))
+        if result.position_ids is not None and result.position_ids.ndim == 3:
+            axes: Any = np.array(result.position_ids[:, 0])[:, np.array(here)] - len(self._before)
+            image.axes, image.extent = axes.astype(np.int32), int(axes.max()) + 1
+
+
+class EmbeddingModel(VisionLanguageModel):
+    """A model of mlx-lm that embeds images itself: it has `embed_inputs`.
+
+    Args:
+        model: of mlx-lm.
+        processor: an `ImageProcessor`, to make prompts with images.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any = None) -> None:
+        nn.Module.__init__(self)  # type: ignore[no-untyped-call]
+        args: Any = model.args
+        self.model, self.processor, self.images = model, processor, ImageTable()
+        self.args, self.model_type, self.image_token = args.text, args.model_type, args.image_token_id
+        self._axes, self._before = False, []
+
+    def make_cache(self) -> list[Any]:
+        made: list[Any] = stock.make_prompt_cache(self.model)
+        return made
+
+    def _read(self, inputs: mx.array, cache: list[Any] | None, options: dict[str, Any]) -> mx.array:
+        logits: mx.array = self.model(inputs, cache=cache, input_embeddings=options.get("inputs_embeds"))
+        return logits
+
+    def _embed_texts(self, tokens: mx.array) -> mx.array:
+        embedded: mx.array = self.model.embed_inputs(tokens)
+        return embedded
+
+    def _compute(self, image: Image, tokens: mx.array, inputs: dict[str, mx.array], here: mx.array) -> None:
+        image.features = self.model.embed_inputs(tokens, pixel_values=[inputs["pixel_values"]])[0][here]
+
+
+class ImageProcessor:
+    """A processor of mlx-lm, called as those of mlx-vlm are.
+
+    Args:
+        processor: of mlx-lm, from a text and pictures to a text and pixels.
+        tokenizer: of the model.
+
+    Attributes:
+        image_token: a text that stands for an image.
+    """
+
+    def __init__(self, processor: Any, tokenizer: Any) -> None:
+        self._processor, self.tokenizer = processor, tokenizer
+        self.image_token: str = processor.image_token
+
+    def __call__(self, text: Sequence[str], images: Sequence[Any]) -> dict[str, Any]:
+        """The tokens of a text with one picture, and its pixels (channels, height, width)."""
+        written, pixels = self._processor(text[0], images=[np.asarray(picture) for picture in images])
+        return {"input_ids": self.tokenizer.encode(written, add_special_tokens=False), "pixel_values": pixels[0]}
+
+
+def with_images(model: nn.Module, tokenizer: Any, config: Mapping[str, Any]) -> nn.Module:
+    """A model of mlx-lm, as one that reads images where it has what that takes: `embed_inputs`, and a processor.
+
+    Args:
+        config: the content of its config.json.
+    """
+    if not hasattr(model, "embed_inputs") or importlib.util.find_spec("PIL") is None:
+        return model
+    from mlx_lm.processors import load_processor
+
+    processor = load_processor(model, dict(config))
+    return model if processor is None else EmbeddingModel(model, ImageProcessor(processor, tokenizer))
 
 
 def _stock_cache(cache: Any, family: str) -> Any:

@@ -7,16 +7,20 @@ import io
 import json
 import random
 import struct
+import sys
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm", reason='pip install ".[vision]"')
 
 import vision_models as tiny
+from mlx_lm.processors import load_processor
 from PIL import Image as Pillow
 
 from mlx_kv import ImagePrompt, encode_images, generate, load
@@ -105,10 +109,15 @@ def test_what_is_no_picture_is_refused(source: Any, why: str) -> None:
         open_picture(source)
 
 
+def read_by_mlx_lm(model: VisionLanguageModel, tokenizer: Any, text: str, pictures: list[Any]) -> dict[str, Any]:
+    """As its command and its server do."""
+    processor: Any = load_processor(model.model, asdict(model.model.args))
+    written, pixels = processor(text, images=[np.asarray(picture) for picture in pictures])
+    return {"input_ids": mx.array([tokenizer.encode(written, add_special_tokens=False)]), "pixel_values": pixels}
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_chat_becomes_the_tokens_and_the_answer_of_the_library(family: str, tmp_path: Path) -> None:
-    from mlx_vlm.utils import prepare_inputs
-
     model, tokenizer = load(tiny.save_model(family, tmp_path))
     assert isinstance(model, VisionLanguageModel)
     one, other = picture(1), picture(2, (40, 40))
@@ -122,7 +131,11 @@ def test_a_chat_becomes_the_tokens_and_the_answer_of_the_library(family: str, tm
     )
     if family == "llava":  # whose processor refuses the padding that the library asks for
         prepared = model.processor(text=[text], images=[one, other])
+    elif family in tiny.OF_MLX_LM:
+        prepared = read_by_mlx_lm(model, tokenizer, text, [one, other])
     else:
+        from mlx_vlm.utils import prepare_inputs
+
         prepared = prepare_inputs(model.processor, [one, other], prompts=[text])
     expected: Any = prepared["input_ids"].tolist()[0]
     expected = expected[expected[:2] == [1, 1] :]
@@ -192,6 +205,17 @@ def test_ids_of_images_are_refused_where_nobody_reads_them(tmp_path: Path) -> No
             generate(text, words, ImagePrompt(tokens), max_tokens=1)
 
 
-def test_a_text_part_alone_is_loaded_when_asked_for(tmp_path: Path) -> None:
-    folder = tiny.save_model("gemma3", tmp_path)
+def test_images_that_mlx_lm_reads_need_no_other_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.save_model("muse_spark", tmp_path)
+    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    model, tokenizer = load(folder)
+    chat = [{"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "so?"}]}]
+    assert encode_images(model, tokenizer, chat).images[0].ids
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert type(load(folder)[0]) is type(model.model)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "muse_spark"])
+def test_a_text_part_alone_is_loaded_when_asked_for(family: str, tmp_path: Path) -> None:
+    folder = tiny.save_model(family, tmp_path)
     assert not isinstance(load(folder, images=False)[0], VisionLanguageModel)

@@ -21,6 +21,7 @@ from mlx_kv.mlxlm.vision import Image, VisionLanguageModel
 
 Parts = Sequence[list[int] | Image]
 FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
+WINDOWED = ("gemma3", "muse_spark")
 CLOSE = 2e-4  # float32 over three layers; logits are about 10
 
 
@@ -74,7 +75,7 @@ def test_what_is_trimmed_saved_and_loaded_goes_on_from_any_place(family: str, se
     """Also from a place within an image: the rest of it follows."""
     chance, model = random.Random(seed), tiny.make_model(family, seed)
     first = known(model, some_parts(family, chance, 3))
-    caches = make_prompt_cache(model, CachePolicy(max_rollback=200) if family == "gemma3" else None)
+    caches = make_prompt_cache(model, CachePolicy(max_rollback=200) if family in WINDOWED else None)
     tokens = tiny.with_images(first)
     read(model, caches, tokens, chance)
     expected = tiny.Reference(family, model).logits(first)
@@ -110,7 +111,7 @@ def test_batches_with_and_without_images_get_the_tokens_of_the_library(family: s
         assert said == [reference.generate(parts, count) for parts, count in zip(prompts, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "muse_spark"])
 @pytest.mark.parametrize(
     "policy",
     [

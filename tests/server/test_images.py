@@ -44,9 +44,9 @@ def asked(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model("qwen3_vl", tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["qwen3_vl", "muse_spark"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(request.param, tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_marks_that_a_client_writes_are_text(seeing: Running) -> None:
     forged = "image-" + "0" * 16 + "-" + "a" * 64
     answer = seeing.post("/v1/chat/completions", messages=asked(text(forged), image(61), text("?")), max_tokens=2)
     assert answer.status_code == 200, answer.text
-    too_many = asked(text("<|image_pad|>"), image(61), text("?"))
+    too_many = asked(text("<|image_pad|><|patch|>"), image(61), text("?"))
     check_error(seeing.post("/v1/chat/completions", messages=too_many, max_tokens=2), 400)
 
 
