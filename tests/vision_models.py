@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import string
 import types
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ from metal_stand_ins import STAND_INS
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as stock
 
+from mlx_kv.generation.images import ImagePrompt
 from mlx_kv.mlxlm.vision import EmbeddingModel, Image, VisionLanguageModel
 
+Parts = Sequence[Sequence[int] | Image]
 VOCABULARY, IMAGE, START, END = 200, 190, 189, 188
 TEXT = {
     "hidden_size": 128,
@@ -39,6 +42,7 @@ GRID = {"image_token_id": IMAGE, "video_token_id": 191, "vision_start_token_id":
 EYES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_channels": 3}
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "llava", "muse_spark")
 SEVERAL_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+WINDOWED = ("gemma3", "muse_spark")
 OF_MLX_LM = ("muse_spark",)
 MUSE: dict[str, Any] = {
     "post_norm_eps": 1e-5,
@@ -161,7 +165,7 @@ def make_image(family: str, seed: int, patches: tuple[int, int] = (4, 6)) -> Ima
     return Image([*[IMAGE] * 4, 7, *[IMAGE] * 4], IMAGE, {"pixel_values": tiles})
 
 
-def with_images(parts: Sequence[Sequence[int] | Image]) -> list[int]:
+def with_images(parts: Parts) -> list[int]:
     """Token ids of a prompt: texts, and images as `encode_images` would write them."""
     tokens: list[int] = []
     for part in parts:
@@ -173,7 +177,26 @@ def with_images(parts: Sequence[Sequence[int] | Image]) -> list[int]:
     return tokens
 
 
-def plain_tokens(parts: Sequence[Sequence[int] | Image]) -> list[int]:
+def some_parts(family: str, chance: random.Random, images: int) -> list[list[int] | Image]:
+    """A prompt: texts, and images between them, of a few that come again and again."""
+    parts: list[list[int] | Image] = [[chance.randrange(3, 180) for _ in range(chance.randint(1, 9))]]
+    for _ in range(images):
+        patches = chance.choice([(4, 4), (4, 6), (8, 4)])
+        parts.append(make_image(family, chance.randrange(4) + 10 * patches[0] + patches[1], patches))
+        parts.append([chance.randrange(3, 180) for _ in range(chance.randint(1, 9))])
+    return parts
+
+
+def known(model: VisionLanguageModel, parts: Parts) -> list[list[int] | Image]:
+    """The parts with the model's own images."""
+    return [model.images.add(part) if isinstance(part, Image) else part for part in parts]
+
+
+def prompt(parts: Parts) -> ImagePrompt:
+    return ImagePrompt(with_images(parts), tuple(part for part in parts if isinstance(part, Image)))
+
+
+def plain_tokens(parts: Parts) -> list[int]:
     """The same with the family's token for each place."""
     return [token if token < VOCABULARY else IMAGE for token in with_images(parts)]
 
@@ -192,7 +215,7 @@ class Reference:
         made = language.make_cache() if hasattr(language, "make_cache") else None
         return made or [self.base.KVCache() for _ in self.model.layers]
 
-    def logits(self, parts: Sequence[Sequence[int] | Image], caches: list[Any] | None = None) -> mx.array:
+    def logits(self, parts: Parts, caches: list[Any] | None = None) -> mx.array:
         """(S, V) of a prompt."""
         tokens, images = plain_tokens(parts), [part for part in parts if isinstance(part, Image)]
         caches = self.caches() if caches is None else caches
@@ -220,7 +243,7 @@ class Reference:
         self.delta = 0 if read.rope_deltas is None else int(read.rope_deltas.reshape(-1)[0].item())
         return self.model.language_model(tokens, inputs_embeds=read.inputs_embeds, cache=caches, **options).logits[0]
 
-    def generate(self, parts: Sequence[Sequence[int] | Image], count: int) -> list[int]:
+    def generate(self, parts: Parts, count: int) -> list[int]:
         """The likeliest tokens after a prompt."""
         caches = self.caches()
         return self._continue(self.logits(parts, caches), caches, len(plain_tokens(parts)), count)

@@ -35,6 +35,7 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
     from mlx_kv.files.serialization import check_fingerprint, load_prompt_file, model_fingerprint
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import vocabulary_of
+    from mlx_kv.mlxlm.vision import text_tokens
 
     with file_errors(f"read {path}"):
         file = load_prompt_file(path)
@@ -46,7 +47,7 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
         raise click.UsageError(f"{path} is a prompt cache of another model: {fix}")
     if not any(not cache.empty() for cache in file.caches):
         raise click.UsageError(f"{path} holds no tokens: make it again")
-    if file.tokens and not 0 <= min(file.tokens) <= max(file.tokens) < vocabulary_of(network):
+    if max(text_tokens(network, file.tokens or []), default=0) >= vocabulary_of(network):
         raise click.UsageError(f"{path} has read tokens that the model does not have: make it again")
     return file
 

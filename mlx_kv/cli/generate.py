@@ -254,11 +254,15 @@ def generate(
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
         if not drafts.enabled:
-            responses = stream_generate(network, tokenizer, asked, prompt_cache=caches, before=before, **options)
+            responses = stream_generate(
+                network, tokenizer, asked, prompt_cache=caches, before=ImagePrompt(before), **options
+            )
         else:
             options |= vars(drafts.settings) | {"statistics": speculation}
             options |= (
-                {"policy": cache_policy} if prompt_cache_file is None else {"prompt_cache": caches, "before": before}
+                {"policy": cache_policy}
+                if prompt_cache_file is None
+                else {"prompt_cache": caches, "before": ImagePrompt(before)}
             )
             responses = speculative_generate(network, draft, tokenizer, asked, **options)
             caches = speculation.caches

@@ -32,6 +32,7 @@ from mlx.utils import tree_flatten
 from msgspec import UNSET
 
 from mlx_kv.cache.checks import check_type, token_ids
+from mlx_kv.cache.layout import PLACES
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import PRIVATE, check_replaceable
 from mlx_kv.files.caches import BlockColumn, Description, convert, describe, is_stock, restore
@@ -87,7 +88,7 @@ def save_prompt_cache(
             one removes.
         caches: one for each layer: ours in any combination, mlx-lm's, or a `CacheList` of such.
         metadata: strings to be saved with them.
-        tokens: the token ids that the caches have read.
+        tokens: the token ids that the caches have read, also those of images.
         fingerprint: of the model, from `model_fingerprint`.
         format: the only one that is written; "mlx-lm" was another before 0.4.
         force: replace any regular file.
@@ -160,7 +161,8 @@ def pack(
     arrays: dict[str, mx.array] = {}
     described = [describe(cache, str(index), arrays) for index, cache in enumerate(caches)]
     if tokens is not None:
-        arrays["tokens"] = mx.array(token_ids(tokens, what="tokens"), dtype=mx.int32)
+        listed = token_ids(tokens, 2 * PLACES, "tokens")  # places of images are negative numbers in the file
+        arrays["tokens"] = mx.array(np.array(listed, np.uint32).view(np.int32))
     description = {"caches": described, "metadata": words, "fingerprint": fingerprint}
     return PackedCaches(tensor_files.contents(arrays), description)
 
@@ -224,7 +226,7 @@ class ReadFile:
                 caches = restore(self.description.caches, arrays)
         except ValueError as error:
             raise ValueError(f"{self.path} cannot be used: {error}; make it again") from error
-        ids: Any = None if tokens is None else tokens.tolist()
+        ids: Any = None if tokens is None else np.array(tokens).view(np.uint32).tolist()
         return PromptFile(caches, self.description.metadata, ids, self.description.fingerprint)
 
 

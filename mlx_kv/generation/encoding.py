@@ -130,17 +130,25 @@ def tokens_of_prompt(tokenizer: Any, prompt: Any, vocabulary: int, what: str = "
     Raises:
         ValueError: there are none, or not all of them are token ids of the model.
     """
-    if hasattr(prompt, "images"):  # an `ImagePrompt`
-        token_ids([token for token in prompt.tokens if token < PLACES], vocabulary, what)
-        if not prompt.tokens:
-            raise ValueError(f"{what} is empty: give at least one token")
-        return list(prompt.tokens)
     if isinstance(prompt, str) and tokenizer is None:
         raise ValueError(f"{what} is a text, but there is no tokenizer: give one, or token ids")
-    tokens = token_ids(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt, vocabulary, what)
+    tokens = given_ids(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt, vocabulary, what)
     if not tokens:
         raise ValueError(f"{what} is empty: give at least one token")
     return tokens
+
+
+def given_ids(prompt: Any, vocabulary: int, what: str) -> list[int]:
+    """Token ids that were given, by themselves or as a prompt with images.
+
+    Raises:
+        ValueError: not all of them are token ids of the model.
+        TypeError: they are none.
+    """
+    if not hasattr(prompt, "images"):  # of an `ImagePrompt`
+        return token_ids(prompt, vocabulary, what)
+    token_ids([token for token in prompt.tokens if token < PLACES], vocabulary, what)
+    return list(prompt.tokens)
 
 
 def apply_template(

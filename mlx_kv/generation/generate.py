@@ -12,13 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
-from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_numbers
-from mlx_kv.cache.layout import PLACES
+from mlx_kv.cache.checks import cache_list, check_type, whole_numbers
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.decoder import Decoder, make_decoder
-from mlx_kv.generation.encoding import encode_messages, has_chats, tokens_of_prompt, wrap_tokenizer
+from mlx_kv.generation.encoding import encode_messages, given_ids, has_chats, tokens_of_prompt, wrap_tokenizer
 from mlx_kv.generation.engine import Engine, EngineSettings, make_engine
-from mlx_kv.generation.images import ImagePrompt, encode_images, has_images
+from mlx_kv.generation.images import ImagePrompt, encode_images, has_images, images_of
 from mlx_kv.generation.prefill import NO_INSTRUCTIONS, Instructions, check_local, needs_second_pass, prefill_step
 from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import UNLIMITED, BatchToken, TokenSequence
@@ -31,7 +30,7 @@ from mlx_kv.mlxlm.convert import check_caches, check_windows
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.mlxlm.probe import check_model
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
-from mlx_kv.mlxlm.vision import VisionLanguageModel
+from mlx_kv.mlxlm.vision import Image
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import as_int, shown, whole_number
 
@@ -215,7 +214,7 @@ def speculative_generate(
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
     prompt_cache: list[Any] | None = None,
-    before: Sequence[int] = (),
+    before: Sequence[int] | ImagePrompt = (),
     group: Communicator | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[GenerationResponse]:
@@ -224,7 +223,7 @@ def speculative_generate(
     Args:
         model, draft_model: models with the same tokenizer; no draft model where the drafter needs none.
         tokenizer: as from `mlx_lm.load`; None with a prompt of token ids, for responses without text.
-        prompt: a text, or token ids.
+        prompt: a text, token ids, or what `encode_images` returns.
         max_tokens: tokens to generate, from 1 up.
         num_draft_tokens: K, tokens drafted for each pass of the model, from 1 up; None is 3, and 10 for `ngram`,
             `suffix` and `auto`.
@@ -244,7 +243,8 @@ def speculative_generate(
             drafts K.
         prompt_cache: caches to continue from, made by `make_prompt_cache`, and updated in place; they may hold more
             tokens than were returned if a token ends the sequence. Replaces `policy`; not with a draft model.
-        before: the tokens in `prompt_cache`, if known, for processors and drafters that use them.
+        before: the tokens in `prompt_cache`, or the prompt with images, if known, for processors and drafters that use
+            them.
         group: as in `stream_generate`. Drafts are the leader's: the others need no draft model and no drafter.
         logits_processors: functions of mlx-lm's form, such as those of `make_logits_processors`: they take the tokens
             (n,) so far and the logits (1, V) of the next one, and return logits. They run at each drafted position.
@@ -294,7 +294,7 @@ def _stream(
     progress: Callable[[int, int], None] | None,
     group: Communicator | None,
     processors: Sequence[LogitsProcessor] | None,
-    before: Sequence[int],
+    before: Sequence[int] | ImagePrompt,
     embeddings: mx.array | None = None,
     device_stream: Any = None,
     statistics: SpeculationStatistics | None = None,
@@ -314,7 +314,8 @@ def _stream(
     communicator, processors = group or LOCAL, check_processors(processors)
     policy, vocabulary = given_policy(policy), vocabulary_of(model)
     settings = None if drafting is None else communicator.on_leader(drafting) or DraftSettings()
-    before = token_ids(before, vocabulary, "before")
+    images_of(model, before)
+    before = given_ids(before, vocabulary, "before")
 
     def arguments() -> tuple[list[int], int, int | None]:
         if prefill_step_size is not None:
@@ -402,19 +403,16 @@ def _responses(
         engine.close()
 
 
-def _images_of(model: nn.Module, prompt: Any, communicator: Communicator) -> tuple[Any, ...]:
-    """The images that come with a prompt.
+def _images_of(model: nn.Module, prompt: Any, communicator: Communicator) -> tuple[Image, ...]:
+    """As `images_of`.
 
     Raises:
         ValueError: several processes, which would all need them, or a model that reads none.
     """
-    images = getattr(prompt, "images", ())
-    places = isinstance(prompt, ImagePrompt) and any(token >= PLACES for token in prompt.tokens)
-    if places and not isinstance(model, VisionLanguageModel):
-        raise ValueError("a prompt has images, and this model reads none: give it text alone")
+    images = images_of(model, prompt)
     if images and communicator.distributed:
         raise ValueError("a prompt has images, which one process reads alone: run the model in one")
-    return tuple(images)
+    return images
 
 
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:

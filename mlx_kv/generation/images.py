@@ -48,6 +48,19 @@ class ImagePrompt:
     images: tuple[Image, ...] = ()
 
 
+def images_of(model: nn.Module, prompt: Any) -> tuple[Image, ...]:
+    """The images that come with a prompt.
+
+    Raises:
+        ValueError: there are some, and the model reads none.
+    """
+    if not isinstance(prompt, ImagePrompt):
+        return ()
+    if not isinstance(model, VisionLanguageModel) and any(token >= PLACES for token in prompt.tokens):
+        raise ValueError("a prompt has images, and this model reads none: give it text alone")
+    return prompt.images
+
+
 def open_picture(source: Any) -> Any:
     """A picture of Pillow in RGB, upright, of a file's name or content, a data URL or a picture.
 

@@ -90,8 +90,8 @@ def check_model(name: str, model: object) -> None:
 
 
 def architecture(model: nn.Module) -> str:
-    """The name of the file of mlx-lm that a model comes from."""
-    return type(model).__module__.rpartition(".")[2]
+    """The name of the file that a model comes from; of one that reads images, the library's."""
+    return type(getattr(model, "of_library", model)).__module__.rpartition(".")[2]
 
 
 # --- results, kept for each model -------------------------------------------------------------------------------------

@@ -166,6 +166,10 @@ class VisionLanguageModel(nn.Module):
         self._before: list[int] = [config.vision_start_token_id] if self._axes else []
 
     @property
+    def of_library(self) -> nn.Module:
+        return self.model
+
+    @property
     def layers(self) -> Any:
         return self.model.layers
 

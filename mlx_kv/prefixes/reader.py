@@ -9,12 +9,14 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import cache_list, check_type, token_ids
+from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, planned
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.admission import MAX_CHECKPOINTS
+from mlx_kv.generation.encoding import given_ids
+from mlx_kv.generation.images import ImagePrompt, images_of
 from mlx_kv.generation.prefill import (
     NO_INSTRUCTIONS,
     Instructions,
@@ -38,7 +40,8 @@ class PromptReader:
     Args:
         model: a model, or any function that reads tokens (1, n) into caches.
         caches: new caches of the model, used if the store has no prefix.
-        tokens: of the prompt, at least one. The last one is not read: generation reads it for the first logits.
+        tokens: of the prompt, at least one, or what `encode_images` returns. The last one is not read: generation reads
+            it for the first logits.
         store: a `PromptMemory` or `PromptStore`; None reads the whole prompt. A store without a fingerprint takes that
             of its first reader.
         step: tokens per chunk; None is the prefill step of the model.
@@ -58,7 +61,7 @@ class PromptReader:
         self,
         model: Callable[..., Any],
         caches: list[Any],
-        tokens: Sequence[int],
+        tokens: Sequence[int] | ImagePrompt,
         store: PromptMemory | PromptStore | None = None,
         step: int | None = None,
         instructions: Instructions = NO_INSTRUCTIONS,
@@ -67,9 +70,10 @@ class PromptReader:
         check_type("instructions", instructions, Instructions, "give Instructions.of(tokenizer, model)")
         if isinstance(model, nn.Module):
             caches, vocabulary = check_caches("caches", model, caches), vocabulary_of(model)
+            self._images = images_of(model, tokens)  # held as long as they may be read
         else:
             caches, vocabulary = cache_list("caches", caches), MOST_TOKENS + 1
-        self.model, self.tokens, self.store = model, token_ids(tokens, vocabulary, "tokens"), store
+        self.model, self.tokens, self.store = model, given_ids(tokens, vocabulary, "tokens"), store
         prefix = None
         if store is not None:
             if not hasattr(store, "bind"):

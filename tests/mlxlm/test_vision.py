@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("mlx_vlm", reason='pip install ".[vision]"')
 
 import vision_models as tiny
+from vision_models import Parts, known, prompt, some_parts
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_kv.cache.layout import PLACES
@@ -19,29 +20,8 @@ from mlx_kv.generation.images import ImagePrompt
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
 from mlx_kv.mlxlm.vision import Image, VisionLanguageModel
 
-Parts = Sequence[list[int] | Image]
 FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
-WINDOWED = ("gemma3", "muse_spark")
 CLOSE = 2e-4  # float32 over three layers; logits are about 10
-
-
-def some_parts(family: str, chance: random.Random, images: int) -> list[list[int] | Image]:
-    """A prompt: texts, and images between them, of a few that come again and again."""
-    parts: list[list[int] | Image] = [[chance.randrange(3, 180) for _ in range(chance.randint(1, 9))]]
-    for _ in range(images):
-        patches = chance.choice([(4, 4), (4, 6), (8, 4)])
-        parts.append(tiny.make_image(family, chance.randrange(4) + 10 * patches[0] + patches[1], patches))
-        parts.append([chance.randrange(3, 180) for _ in range(chance.randint(1, 9))])
-    return parts
-
-
-def known(model: VisionLanguageModel, parts: Parts) -> list[list[int] | Image]:
-    """The parts with the model's own images."""
-    return [model.images.add(part) if isinstance(part, Image) else part for part in parts]
-
-
-def prompt(parts: Parts) -> ImagePrompt:
-    return ImagePrompt(tiny.with_images(parts), tuple(part for part in parts if isinstance(part, Image)))
 
 
 def read(model: VisionLanguageModel, caches: list[object], tokens: list[int], chance: random.Random) -> mx.array:
@@ -75,7 +55,7 @@ def test_what_is_trimmed_saved_and_loaded_goes_on_from_any_place(family: str, se
     """Also from a place within an image: the rest of it follows."""
     chance, model = random.Random(seed), tiny.make_model(family, seed)
     first = known(model, some_parts(family, chance, 3))
-    caches = make_prompt_cache(model, CachePolicy(max_rollback=200) if family in WINDOWED else None)
+    caches = make_prompt_cache(model, CachePolicy(max_rollback=200) if family in tiny.WINDOWED else None)
     tokens = tiny.with_images(first)
     read(model, caches, tokens, chance)
     expected = tiny.Reference(family, model).logits(first)
