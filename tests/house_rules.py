@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 LONGEST_FILE = 1_000  # lines; where one asks whether it is one noun
 MOST_IN_ROOT = 10
 # Of mlx_kv, as tools/codelines.py counts. A change that raises one says why in its message.
-MOST_CODE_LINES = 28_000
-MOST_FILES = 139
+MOST_CODE_LINES = 28_100
+MOST_FILES = 140
 MOST_WIRING = 0.223  # imports and signatures, of the code lines
 ROOM_OF_MLX_LM = "mlxlm"
 SAYS_SO = re.compile(r"mlx-lm's\s+(own\s+)?privates")

@@ -198,6 +198,11 @@ class ServerSettings:
         help="Keep the line that Claude Code puts before each prompt (x-anthropic-billing-header), which is left out "
         "otherwise: it differs from request to request, and nothing after it could be reused.",
     )
+    allow_image_urls: bool = setting(
+        False,
+        option="--allow-image-urls",
+        help="Fetch images that requests name by their URLs (http, https), from public addresses alone.",
+    )
     max_batch_size: int = setting(
         16,
         option=("--max-batch-size", "--decode-concurrency"),
@@ -563,6 +568,7 @@ def serve(
         setup.policy.checked()  # bad settings are refused before anything is loaded
     try:
         from mlx_kv.server.api import AccessRules, Certificates, HttpSettings, Limits, configure_logging, is_loopback
+        from mlx_kv.server.remote_images import fetch_image
         from mlx_kv.server.rows import WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http
@@ -616,6 +622,7 @@ def serve(
         client_headers=server.keep_client_headers,
         thinking_budget=server.thinking_budget,
         thinking_closing=server.thinking_closing,
+        fetch_image=fetch_image if server.allow_image_urls else None,
     )
     certificates = None
     if server.ssl_certfile is not None:

@@ -7,6 +7,7 @@ HTTP, in the event loop:
     handler.py           admission; from a request's body to its jobs, and from their output to a response
     json_http.py         strict JSON of bodies, responses, events and errors
     requests.py          bodies: their base and field types, shared fields, limits; the request that they become
+    remote_images.py     images by their URLs, from public addresses
     chat.py              content of chats: texts, reasoning, calls, results
     templates.py         what a conversation becomes for a model's chat template
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages, Ollama's

@@ -516,7 +516,7 @@ class RequestHandler:
         since = time.monotonic()
         body = await self._json(http)
         reader = self._reader(body)
-        with collect_images(reader.reads_images) as images:
+        with self._collect_images(reader) as images:
             parsed = dialect(body, reader.rules)
         if isinstance(parsed, LoadRequest):
             await self.load(reader.served, parsed.keep_alive)
@@ -539,7 +539,7 @@ class RequestHandler:
         """The number of tokens of a request's prompt."""
         body = await self._json(http)
         reader = self._reader(body)
-        with collect_images(reader.reads_images) as images:
+        with self._collect_images(reader) as images:
             request = replace(parse(body, reader.rules), images=images)
         self._admission.admit()  # since the tokenizer is shared
         try:
@@ -591,10 +591,20 @@ class RequestHandler:
         """Of the model that a body names. Raises ApiError, 404."""
         return self._readers[self._table.find(body.get("model") if isinstance(body, dict) else None)]
 
+    def _collect_images(self, reader: ModelReader) -> contextlib.AbstractContextManager[dict[str, str]]:
+        return collect_images(reader.reads_images, self._limits.fetch_image is not None)
+
     async def _json(self, http: Request) -> Any:
         return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
 
     async def _tokens(self, reader: ModelReader, request: CompletionRequest) -> list[ImagePrompt]:
+        if (fetch := self._limits.fetch_image) is not None:
+            remote = {digest: url for digest, url in request.images.items() if not str(url).startswith("data:")}
+            try:  # here, since a slow site would keep the tokenizer from others
+                contents = await asyncio.gather(*(asyncio.to_thread(fetch, str(url)) for url in remote.values()))
+            except ValueError as error:
+                raise ApiError(400, str(error), "messages") from None
+            request = replace(request, images={**request.images, **dict(zip(remote, contents, strict=True))})
         encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode(request))
         return await asyncio.wrap_future(encoding)
 

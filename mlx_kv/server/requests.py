@@ -282,8 +282,8 @@ def part_text(part: Any) -> str:
     if isinstance(content := part.get("content"), list) and kind == "search_result":
         return unicode_text(f"{part.get('title')}\n{part.get('source')}\n{read_parts(content, LINE)}")
     noun = PART_NOUNS.get(kind, kind.replace("_", " ")[:40])
-    if noun == "image" and (images := _images.get()) is not None:
-        return _keep_image(part, images)
+    if noun == "image" and (kept := _images.get()) is not None:
+        return _keep_image(part, *kept)
     leave_out(f"parts of the kind {noun!r}", "this model reads text")
     width, height = image_size(part) if noun == "image" else (0, 0)
     size = f", {width:,} by {height:,} pixels" if width else ""
@@ -330,28 +330,29 @@ def image_url(part: Mapping[str, Any]) -> str:
 
 _drawn = secrets.token_hex(8)
 IMAGE_MARK = re.compile(f"image-{_drawn}-([0-9a-f]{{64}})")
-_images: ContextVar[dict[str, str] | None] = ContextVar("images", default=None)
+_images: ContextVar[tuple[dict[str, str], bool] | None] = ContextVar("images", default=None)
 
 
 @contextlib.contextmanager
-def collect_images(wanted: bool) -> Iterator[dict[str, str]]:
-    """Collects the images of the request that is validated within: data URLs by the digest in their marks.
+def collect_images(wanted: bool, fetches: bool = False) -> Iterator[dict[str, str]]:
+    """Collects the images of the request that is validated within: URLs by the digest in their marks.
 
     Args:
         wanted: whether the model reads images; else the text says what they were.
+        fetches: whether a URL may be another one than a data URL.
     """
     images: dict[str, str] = {}
-    token = _images.set(images if wanted else None)
+    token = _images.set((images, fetches) if wanted else None)
     try:
         yield images
     finally:
         _images.reset(token)
 
 
-def _keep_image(part: Mapping[str, Any], images: dict[str, str]) -> str:
+def _keep_image(part: Mapping[str, Any], images: dict[str, str], fetches: bool) -> str:
     """The mark of an image."""
     url = image_url(part)
-    if not url.startswith("data:"):
+    if not url.startswith(("data:", *(("http://", "https://") if fetches else ()))):
         what = "is an image by its URL" if url else "is an image without its content"
         raise FieldError(f"{what}, and this server fetches none: send data:image/png;base64,…")
     digest = hashlib.sha256(url.encode("utf-8", "replace")).hexdigest()
@@ -609,7 +610,7 @@ class CompletionRequest:
         cache: how its keys and values are stored.
         thinking_budget: tokens of thinking; None is by `effort`, or the server's.
         effort: of reasoning, as clients name it.
-        images: data URLs, by the digests in the marks that stand for them in messages.
+        images: URLs, or what was fetched from them, by the digests in the marks that stand for them in messages.
     """
 
     model: str | None = None
@@ -634,7 +635,7 @@ class CompletionRequest:
     cache: CacheRequest = AS_SERVED
     thinking_budget: int | None = None
     effort: str | None = None
-    images: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, str | bytes] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -705,6 +706,7 @@ class Limits:
         client_headers: whether lines that clients write for their own servers stay in prompts.
         thinking_budget: tokens of thinking, for requests that do not say how many; None is no limit.
         thinking_closing: text that comes where a limit ends thinking, before the model's mark.
+        fetch_image: the content that the URL of an image has; None where images come in requests alone.
     """
 
     body_bytes: int = 4 * 2**20
@@ -717,6 +719,7 @@ class Limits:
     client_headers: bool = False
     thinking_budget: int | None = None
     thinking_closing: str = ""
+    fetch_image: Callable[[str], bytes] | None = None
 
 
 @dataclass(frozen=True)

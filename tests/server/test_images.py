@@ -21,6 +21,7 @@ from serving import PLENTY, Running, cached, check_error, running_models
 
 from mlx_kv import CachePolicy, PromptStore, encode_images, generate, load
 from mlx_kv.generation.images import GONE
+from mlx_kv.server.api import HttpSettings, Limits
 from mlx_kv.server.rows import Models, WorkerSettings
 from mlx_kv.server.served import Served
 
@@ -195,3 +196,39 @@ def test_a_model_without_sight_says_what_was_there(server: Running) -> None:
     answer = server.post("/v1/chat/completions", messages=asked(image(1), text("?")), max_tokens=2)
     assert answer.status_code == 200
     assert json.dumps(answer.json())
+
+
+def test_images_by_their_urls(folder: Path) -> None:
+    """Fetched where the server may, in all forms: as if their contents had been sent."""
+    places = {"https://site.example/1.png": 1, "https://site.example/2.png": 2}
+
+    def fetch(where: str) -> bytes:
+        if where not in places:
+            raise ValueError(f"the image {where} has the status 404: send its content")
+        return base64.b64decode(url(places[where]).partition(",")[2])
+
+    http = HttpSettings(limits=Limits(fetch_image=fetch))
+    served = Served(
+        "vision", lambda: Models(*load(folder)), WorkerSettings(CachePolicy(), 16, prompt_memory_bytes=PLENTY)
+    )
+    first, second = places
+    with running_models([served], http) as server:
+        parts = [text("what"), {"type": "image_url", "image_url": {"url": first}}, image(2), text("is it?")]
+        with_urls = server.post("/v1/chat/completions", messages=asked(*parts), max_tokens=8).json()
+        parts[1:3] = [image(1), {"type": "image_url", "image_url": second}]
+        again = server.post("/v1/chat/completions", messages=asked(*parts), max_tokens=8).json()
+        assert again["choices"] == with_urls["choices"]
+        assert cached(again) >= with_urls["usage"]["prompt_tokens"] - 1
+        of_anthropic = {"type": "image", "source": {"type": "url", "url": first}}
+        told = server.post("/v1/messages", messages=asked(text("what"), of_anthropic, text("?")), max_tokens=4).json()
+        assert told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"] > 8
+        of_responses = {"type": "input_image", "image_url": first}
+        assert (
+            server.post("/v1/responses", input=asked(of_responses, text("?")), max_output_tokens=4).status_code == 200
+        )
+        gone = {"type": "image_url", "image_url": {"url": "https://site.example/3.png"}}
+        refused = server.post("/v1/chat/completions", messages=asked(gone, text("?")))
+        assert "has the status 404" in check_error(refused, 400)["message"]
+        for bad in ("ftp://site.example/1.png", "file:///etc/passwd", "site.example/1.png"):
+            wrong = {"type": "image_url", "image_url": {"url": bad}}
+            check_error(server.post("/v1/chat/completions", messages=asked(wrong, text("?"))), 400)

@@ -1,0 +1,114 @@
+"""Images that requests name by their URLs, for `--allow-image-urls`: from public addresses alone, in bounds.
+
+The address that was checked is the one that is connected to, at each redirect anew: a name that resolves to another one
+a moment later gains nothing. Decides what may be fetched, and how much; knows nothing about images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from mlx_kv.generation.images import MAX_BYTES
+from mlx_kv.settings import shown
+
+SECONDS, MAX_REDIRECTS, PIECE = 10.0, 3, 1 << 16  # for one image, all redirects included
+INSTEAD = "send its content, data:image/png;base64,…"
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet: no machine of this network, and not this one."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
+    return found.is_global and not found.is_multicast and (mapped is None or is_public(str(mapped)))
+
+
+def fetch_image(url: str, may_connect: Callable[[str], bool] = is_public, seconds: float = SECONDS) -> bytes:
+    """The content that a URL has.
+
+    Args:
+        may_connect: whether a connection to an IP address is allowed.
+
+    Raises:
+        ValueError: it cannot be had, within the bounds.
+    """
+    ended = threading.Event()
+    open_sockets: list[socket.socket] = []
+
+    def end() -> None:  # a timeout of the socket would begin anew with each byte
+        ended.set()
+        for each in open_sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return _follow(url, may_connect, open_sockets, ended, seconds)
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        why = f"did not come within {seconds:g} s" if ended.is_set() else f"cannot be fetched ({error})"
+        raise ValueError(f"the image {shown(url)} {why}: {INSTEAD}") from None
+    finally:
+        timer.cancel()
+        for each in open_sockets:
+            each.close()
+
+
+def _follow(
+    url: str,
+    may_connect: Callable[[str], bool],
+    open_sockets: list[socket.socket],
+    ended: threading.Event,
+    seconds: float,
+) -> bytes:
+    for _ in range(MAX_REDIRECTS + 1):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"an image leads to {shown(url)}, which is not of http or https: {INSTEAD}")
+        connection = _connect(parts, may_connect, open_sockets, seconds)
+        if ended.is_set():
+            raise TimeoutError
+        path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        connection.request("GET", path, headers={"User-Agent": "mlx-kv", "Accept": "image/*"})
+        answer = connection.getresponse()
+        location = answer.getheader("Location")
+        if answer.status in (301, 302, 303, 307, 308) and location is not None:
+            url = urljoin(url, location)
+            continue
+        if answer.status != 200:
+            raise ValueError(f"the image {shown(url)} has the status {answer.status}: {INSTEAD}")
+        content = bytearray()
+        while piece := answer.read1(PIECE):
+            content += piece
+            if len(content) > MAX_BYTES:
+                raise ValueError(f"the image {shown(url)} has more than {MAX_BYTES:,} bytes: make it smaller")
+        if ended.is_set():
+            raise TimeoutError
+        return bytes(content)
+    raise ValueError(f"the image {shown(url)} is redirected more than {MAX_REDIRECTS} times: {INSTEAD}")
+
+
+def _connect(
+    parts: SplitResult, may_connect: Callable[[str], bool], open_sockets: list[socket.socket], seconds: float
+) -> http.client.HTTPConnection:
+    """A connection to the server of a URL, at an address that was checked."""
+    host, secure = str(parts.hostname), parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    if not addresses or not all(map(may_connect, addresses)):
+        raise ValueError(f"an image is on {shown(host)}, which is not on the public internet: {INSTEAD}")
+    connected = socket.create_connection((addresses[0], port), timeout=seconds)
+    open_sockets.append(connected)
+    if secure:
+        connected = ssl.create_default_context().wrap_socket(connected, server_hostname=host)
+        open_sockets[-1] = connected
+    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    connection.sock = connected
+    return connection
