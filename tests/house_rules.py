@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -18,8 +17,6 @@ MOST_IN_ROOT = 10
 MOST_CODE_LINES = 28_100
 MOST_FILES = 140
 MOST_WIRING = 0.223  # imports and signatures, of the code lines
-ROOM_OF_MLX_LM = "mlxlm"
-SAYS_SO = re.compile(r"mlx-lm's\s+(own\s+)?privates")
 # Public for all their underscores: of named tuples, and `os._exit`.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
 
@@ -48,12 +45,11 @@ def privates_across_rooms(sources: Sources) -> list[str]:
 
 
 def privates_of_mlx_lm(sources: Sources) -> list[str]:
-    """Where a private name is read that nobody of ours made, in a file that does not say so."""
+    """Where a private name is read that nobody of ours made."""
     ours = set().union(*_made(sources).values())
     return [
         f"{path}:{line}: {name}"
         for path, source in sources.items()
-        if room(path) != ROOM_OF_MLX_LM and not SAYS_SO.search(ast.get_docstring(_parsed(source)) or "")
         for line, name, origin in _read(source)
         if name not in ours and origin is None
     ]

@@ -7,6 +7,7 @@ Engines are not thread-safe: all calls come from one thread.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 import time
@@ -62,16 +63,18 @@ from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.attention import attach_attention_hooks
 from mlx_kv.mlxlm.batching import (
     RowsByClass,
-    check_batches,
     check_same_kinds,
     equal_lengths,
     evaluate_caches,
 )
+from mlx_kv.mlxlm.convert import OneRow
 from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.probe import check_not_forked
 from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of, trim_all
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
+
+log = logging.getLogger("mlx_kv.generation")
 
 MAX_CONTINUING = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
@@ -537,7 +540,6 @@ def make_engine(
     Raises:
         ValueError: what the model or the policy refuses.
     """
-    check_batches(model)
     saving = min_saving()  # measured before there is work
     if communicator.distributed:
         agree_on_saving(communicator.all_min([saving])[0])
@@ -547,6 +549,10 @@ def make_engine(
     )
     decoder = make_decoder(model, policy, draft_model, settings.drafting if drafts else None, communicator)
     max_batch_size, max_wait = settings.max_batch_size, settings.max_wait
+    alone = {type(cache).__name__ for cache in leaves(decoder.make_caches()) if isinstance(cache, OneRow)}
+    if alone and max_batch_size > 1:
+        log.warning("%s cannot share a batch: prompts run one after the other", ", ".join(alone))
+        max_batch_size = 1
     equal = equal_lengths(model, communicator) if max_batch_size > 1 else (False, False)
     if decoder.drafter is not None and (any(equal) or decoder.drafter.equal_rows):
         max_batch_size, equal = 1, (False, False)  # in a round, rows accept different numbers of tokens

@@ -21,7 +21,7 @@ from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import Communicator
 from mlx_kv.mlxlm.attention import AttentionPatch, attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.probe import ATTENTION, architecture, cached_per_model, refuses_ragged
+from mlx_kv.mlxlm.probe import ATTENTION, cached_per_model, refuses_ragged
 from mlx_kv.mlxlm.recurrent import RecurrentState
 from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves, mapped
 
@@ -45,16 +45,6 @@ def check_same_kinds(first: Sequence[Any], others: Sequence[Any]) -> None:
             check_joinable(1, expected, other)
         elif kind_of(expected) is not kind_of(other):
             raise ValueError(f"got a {kind_of(other).__name__} where the model has a {kind_of(expected).__name__}")
-
-
-def check_batches(model: nn.Module) -> None:
-    """Raises ValueError where the caches of a model of mlx-lm cannot become rows of a batch, not even one alone."""
-    kinds = {type(cache) for cache in leaves(stock.make_prompt_cache(model)) if not hasattr(cache, "merge")}
-    if kinds - ATTENTION:
-        raise ValueError(
-            f"mlx-lm's {architecture(model)} has caches of its own ({', '.join(sorted(k.__name__ for k in kinds))}), "
-            "which cannot be rows of a batch: generate from one prompt at a time"
-        )
 
 
 def rows_are_alone(model: nn.Module) -> bool:

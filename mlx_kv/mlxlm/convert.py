@@ -5,6 +5,8 @@ Types of mlx-lm's caches are handled in this room only.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,13 +48,37 @@ KINDS = {
 }
 
 
+class OneRow:
+    """What a batch needs of a cache of an unknown kind: it is a batch of one row, never of more."""
+
+    __slots__ = ()
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        (cache,) = caches
+        return cache
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
+        """Keeps the row: a batch without rows is dropped instead."""
+
+    def extract(self, idx: int) -> Any:
+        return copy.deepcopy(self)
+
+
+@functools.cache
+def one_row(kind: type) -> type:
+    """A class of caches as a batch of one row. A subclass, since the model sets attributes that only it knows."""
+    return type(kind.__name__, (kind, OneRow), {"__slots__": ()})
+
+
 def make_prompt_cache(
     model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True, peers: CacheCommunicator = LOCAL
 ) -> list[Any]:
     """Creates one cache for each layer that uses one, in the order of the model's own list.
 
     Caches of attention follow the policy, also inside a `CacheList`: those with a window become rings of that window,
-    and chunked ones stay chunked. Recurrent state stays mlx-lm's, and can be rolled back with a max_rollback.
+    and chunked ones stay chunked. Recurrent state stays mlx-lm's, and can be rolled back with a max_rollback. Classes
+    that a model defines itself stay as they are, in batches of one row if they have no `merge`.
 
     Args:
         model: any model of mlx-lm.
@@ -76,9 +102,14 @@ def make_prompt_cache(
     attention = iter(_attention_caches(model, fitting, stock_caches, packed_decode, peers))
 
     def convert(cache: Any) -> Any:
-        if type(cache) is stock.ArraysCache and policy.max_rollback:
+        kind: type = type(cache)
+        if kind in ATTENTION:
+            return next(attention)
+        if kind is stock.ArraysCache and policy.max_rollback:
             return RecurrentState.of(cache, policy.max_rollback)
-        return next(attention) if type(cache) in ATTENTION else cache
+        if not hasattr(kind, "merge"):
+            cache.__class__ = one_row(kind)
+        return cache
 
     caches = mapped(stock_caches, convert)
     count_by_attention(caches)

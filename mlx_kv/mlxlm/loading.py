@@ -1,13 +1,12 @@
 """Models of mlx-lm: loaded with their weights, or made of a configuration alone; and a model's name, sizes and limits.
 
-mlx-lm's loader is imported when it is called: it brings the tokenizers. A model of a configuration takes two
-of mlx-lm's privates: `_decode_tagged_floats`, for numbers that JSON has no names for, and `_get_classes`, which finds
-the class for a model type.
+mlx-lm's loader is imported when it is called: it brings the tokenizers.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import warnings
@@ -219,9 +218,11 @@ def parse_config(text: str) -> Any:
         ValueError: it is no JSON.
         RecursionError: it is nested too deeply.
     """
-    from mlx_lm.utils import _decode_tagged_floats
 
-    return _decode_tagged_floats(json.loads(text))
+    def untagged(value: dict[str, Any]) -> Any:
+        return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
+
+    return json.loads(text, object_hook=untagged)
 
 
 def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
@@ -234,8 +235,10 @@ def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
     Raises:
         ValueError: mlx-lm has no such model, or the configuration lacks what the model needs.
     """
-    from mlx_lm.utils import _get_classes
+    from mlx_lm.utils import load_model
 
+    # The function that finds the class for a model type is private; load_model documents it as a default.
+    get_model_classes = inspect.signature(load_model).parameters["get_model_classes"].default
     if config.get("model_file") is not None:
         raise ValueError(
             f"this config.json needs code of its own ({config['model_file']}), which is not run: give one of mlx-lm's"
@@ -243,7 +246,7 @@ def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
     if not isinstance(config.get("model_type"), str):
         raise ValueError('this config.json has no "model_type": give that of a model that mlx-lm can load')
     try:
-        model_class, arguments = _get_classes(config)
+        model_class, arguments = get_model_classes(config)
         model: nn.Module = model_class(arguments.from_dict(config))
         model.set_dtype(dtype)
     except Exception as error:  # the constructors of a hundred models, with a configuration that may be anything

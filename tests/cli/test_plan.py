@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv.cli import generate as generate_command
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.loading import model_from_config
+from mlx_kv.mlxlm.loading import model_from_config, parse_config
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy, strategies
 from mlx_kv.plots import memory_against_context
@@ -75,6 +76,12 @@ def test_the_published_figures_of_a_large_model(tmp_path: Path, command: Any) ->
         "10 full: 4 heads x 512 + 512, 8,192 bytes a token",
     ):
         assert row.split() in words
+
+
+def test_numbers_that_json_has_no_names_for_are_read() -> None:
+    config = '{"a": {"__float__": "Infinity"}, "b": [{"__float__": "-Infinity"}], "c": {"__float__": 1, "d": 2}}'
+    assert parse_config(config) == {"a": math.inf, "b": [-math.inf], "c": {"__float__": 1, "d": 2}}
+    assert math.isnan(parse_config('{"__float__": "NaN"}'))
 
 
 def test_json_has_exact_bytes(tmp_path: Path, command: Any) -> None:

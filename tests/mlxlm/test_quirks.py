@@ -173,11 +173,49 @@ def test_drafts_are_verified_one_row_at_a_time_where_rows_must_be_equal() -> Non
         assert mx.argmax(logits, axis=-1).tolist() == answer
 
 
-def test_caches_that_cannot_be_rows_are_refused_in_words() -> None:
+def greedy(model: nn.Module, tokens: list[int], count: int) -> list[int]:
+    """With mlx-lm's own caches, one token after the other."""
+    caches, said, read = stock.make_prompt_cache(model), list[int](), tokens
+    for _ in range(count):
+        read = [int(mx.argmax(model(mx.array([read]), cache=caches)[0, -1]).item())]
+        said += read
+    return said
+
+
+def test_prompts_of_unknown_caches_run_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     model = shared_family("deepseek_v41")
     for rows in (1, 8):
-        with pytest.raises(ValueError, match=r"mlx-lm's deepseek_v41 has caches of its own \(LayerCache\)"):
-            batch_generate(model, None, PROMPTS, max_batch_size=rows)
+        said: list[list[int]] = [[] for _ in PROMPTS]
+        for token in batch_generate(model, None, PROMPTS, max_tokens=4, max_batch_size=rows):
+            said[token.index].append(token.token)
+        assert said == [greedy(model, tokens, 4) for tokens in PROMPTS]
+    assert caplog.messages == ["LayerCache cannot share a batch: prompts run one after the other"]
+
+
+def test_a_sequence_continues_from_unknown_caches() -> None:
+    model, tokens = shared_family("deepseek_v41"), PROMPTS[1]
+    engine, kept = make_engine(model, return_caches=True), list[tuple[list[int], list[Any]]]()
+    engine.submit(TokenSequence(0, tokens, 3, keep=lambda read, caches: kept.append((read, caches))))
+    engine.submit(TokenSequence(1, PROMPTS[0], 9))
+    first = [token for _ in range(6) for token in engine.step() if token.index == 0]
+    said, (*_, last) = [token.token for token in first], first
+    assert last.caches is not None
+    assert engine.rows == [1]
+    assert engine.extract(1) is not None
+    engine.cancel(1)
+    assert not engine.busy
+    assert said == greedy(model, tokens, 3)
+    (read_tokens, caches), *_ = kept
+    assert read_tokens == tokens[:-1]
+    engine.submit(TokenSequence(2, tokens[-1:], 3, caches=caches, before=read_tokens))
+    text = [*tokens, *said, 5]  # of the answer, the last token may have been read, too
+    engine.submit(TokenSequence(3, text[last.caches[0].offset :], 3, caches=last.caches))
+    answers: dict[int, list[int]] = {2: [], 3: []}
+    while engine.busy:
+        for token in engine.step():
+            answers[token.index].append(token.token)
+    assert answers[2] == said
+    assert answers[3] == greedy(model, text, 3)
 
 
 def test_layers_that_hold_nothing_do_not_forbid_a_trim() -> None:
