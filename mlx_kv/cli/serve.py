@@ -221,6 +221,22 @@ class ServerSettings:
         metavar="N",
         minimum=1,
     )
+    max_answer_tokens: int | None = setting(
+        None,
+        option="--max-answer-tokens",
+        metavar="N",
+        minimum=1,
+        default_text="what a request says",
+        help="Maximum tokens of an answer, whatever a request says: answers are cut there.",
+    )
+    max_answers: int | None = setting(
+        None,
+        option="--max-answers",
+        metavar="N",
+        minimum=1,
+        default_text="rows and queue",
+        help="Maximum answers to one request (n, times its prompts); more are refused.",
+    )
     max_prompt_tokens: int | None = setting(
         None,
         option="--max-prompt-tokens",
@@ -617,6 +633,8 @@ def serve(
         prompt_tokens=server.max_prompt_tokens,
         queue=server.max_queue,
         max_tokens=server.max_tokens,
+        answer_tokens=server.max_answer_tokens,
+        answers=server.max_answers,
         strict=server.strict,
         template=server.chat_template_args or {},
         client_headers=server.keep_client_headers,

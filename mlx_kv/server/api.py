@@ -51,6 +51,7 @@ from mlx_kv.server.handler import (
     MESSAGES,
     OLLAMA_CHATS,
     OLLAMA_PROMPTS,
+    REQUEST_ID,
     RESPONSES,
     AdmissionController,
     Dialect,
@@ -158,7 +159,11 @@ class AccessRules:
 
         if self._origins is None:
             return [Middleware(with_access)]
-        options: Any = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "expose_headers": [HEADER]}
+        options: Any = {
+            "allow_methods": ["GET", "POST", "DELETE"],
+            "allow_headers": ["*"],
+            "expose_headers": [HEADER, REQUEST_ID],
+        }
         options |= {"allow_origin_regex": self._origins, "allow_private_network": True}
         return [Middleware(with_access), Middleware(CORSMiddleware, **options)]
 
@@ -520,7 +525,9 @@ class Api:
         self.worker, self.limits = worker, settings.limits
         worker.monitor.prefixes.allows_text = len(settings.keys) <= 1  # else texts would reach users with other keys
         self._keys, self.table = ApiKeys(settings.keys), ModelTable(worker.served, settings.strict_names)
-        self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
+        self.admission = AdmissionController(
+            worker, worker.settings.max_batch_size + self.limits.queue, self.limits.answers
+        )
         self._handler = RequestHandler(worker, self.admission, self.limits, self.table)
         self._conversations = Conversations()
         guarded, status = self._guarded, StatusRoutes(worker, self.admission, self.table)

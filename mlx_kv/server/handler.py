@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -64,7 +67,8 @@ from mlx_kv.server.served import ModelTable, Served
 from mlx_kv.server.templates import ChatTemplate
 from mlx_kv.server.worker import Worker
 
-HEADER = "X-MLX-KV-Prefix"
+HEADER, REQUEST_ID = "X-MLX-KV-Prefix", "X-Request-Id"
+CLIENT_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)  # is written into the log
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
@@ -161,14 +165,16 @@ class AdmissionController:
 
     Args:
         max_requests: at a time, those waiting for a row included; each choice counts.
+        max_choices: of one request; None are as many.
 
     Attributes:
         admitted: number of admitted requests without a complete response.
         closing: why no more requests are admitted; None while they are.
     """
 
-    def __init__(self, worker: Worker, max_requests: int) -> None:
+    def __init__(self, worker: Worker, max_requests: int, max_choices: int | None = None) -> None:
         self.worker, self.metrics, self._max_requests = worker, worker.metrics, max_requests
+        self._max_choices = max_requests if max_choices is None else min(max_choices, max_requests)
         self._collectors: dict[Job, OutputCollector] = {}
         self._futures: set[asyncio.Future[Any]] = set()
         self.admitted = 0
@@ -197,8 +203,8 @@ class AdmissionController:
         """
         if self.closing is not None:
             raise ApiError(503, self.closing)
-        if choices > self._max_requests:
-            limit = f"and this server accepts at most {self._max_requests:,}: send fewer"
+        if choices > self._max_choices:
+            limit = f"and this server accepts at most {self._max_choices:,}: send fewer"
             raise ApiError(400, f"one request asks for {choices:,} answers, {limit}")
         if self.admitted + choices > self._max_requests:
             message = f"{self.admitted} requests are being answered or wait: try again later"
@@ -425,6 +431,7 @@ class ModelReader:
                 "context_length_exceeded",
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
+        max_tokens = min(max_tokens, self._limits.answer_tokens or max_tokens)
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
         expected = min(max_tokens, FIRST_EXPECTED)
         if refusal := self.limit().refusal(self.served.plan, len(tokens), expected):
@@ -630,6 +637,8 @@ class CompletionResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission, status = self._admission, 499
+        sent = Headers(scope=scope).get(REQUEST_ID, "")
+        self._id = sent if CLIENT_ID.fullmatch(sent) else uuid.uuid4().hex
         self._collector = admission.submit([choice.job for choice in self._choices])
 
         async def wait_for_disconnect() -> None:
@@ -656,7 +665,12 @@ class CompletionResponse(Response):
                 admission.done(choice.job, ended=choice.finish_reason != "")
             admission.count(scope["path"], status)
             endpoint = ENDPOINTS.get(scope["path"], "other")
-            admission.metrics.duration.labels(endpoint).observe(time.monotonic() - self._since)
+            seconds, usage = time.monotonic() - self._since, Usage.of(self._choices)
+            admission.metrics.duration.labels(endpoint).observe(seconds)
+            log.info(
+                "request %s: %s %d, %d of %d prompt tokens reused, %d tokens, %.2f s",
+                *(self._id, scope["path"], status, usage.cached, usage.prompt_tokens, usage.generated, seconds),
+            )
 
     async def _deltas(self) -> AsyncIterator[tuple[Choice, Delta] | None]:
         """The parts of the answers as they come; None after some seconds without any.
@@ -670,9 +684,18 @@ class CompletionResponse(Response):
                 yield None
             for chunk in chunks:
                 choice = self._by_job[chunk.job]
-                if choice.generated == 0 and chunk.tokens:
-                    self._admission.metrics.first_token.observe(time.monotonic() - self._since)
+                if chunk.tokens:
+                    self._observe(choice, chunk.tokens, time.monotonic())
                 yield choice, choice.take(chunk)
+
+    def _observe(self, choice: Choice, tokens: int, now: float) -> None:
+        metrics, before = self._admission.metrics, choice.last_token
+        if before is None:
+            metrics.first_token.observe(now - self._since)
+        else:
+            for _ in range(tokens):
+                metrics.between_tokens.observe((now - before) / tokens)
+        choice.last_token = now
 
     @property
     def _prefix(self) -> str:
@@ -686,7 +709,9 @@ class CompletionResponse(Response):
                 if part is not None:
                     choice, delta = part
                     choice.answer.add(delta)
-            answer = JsonResponse(self._writer.whole(self._choices), headers={HEADER: self._prefix})
+            answer = JsonResponse(
+                self._writer.whole(self._choices), headers={HEADER: self._prefix, REQUEST_ID: self._id}
+            )
         except Exception as raised:
             error = _as_api_error(raised)
             await JsonResponse(error_body(error, scope["path"]), error.status)(scope, receive, send)
@@ -696,6 +721,7 @@ class CompletionResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = [(b"content-type", self._writer.stream_type), (b"cache-control", b"no-store")]
+        headers.append((REQUEST_ID.lower().encode(), self._id.encode()))
         if await self._collector.wait_for_match():
             headers.append((HEADER.lower().encode(), self._prefix.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib import metadata
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +36,7 @@ SLOTS, RECENT_SLOTS = 240, 120  # of a history: since the start, and of one seco
 Batch = tuple[Sequence[Job], Sequence[Any]]  # jobs, in the order of the rows of the caches; one cache for each layer
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+BETWEEN_TOKENS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
 DURATION = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CONTEXT_TOKENS = 40  # on each side of a difference; a token has a character or more
 CONTEXT_CHARACTERS = 40
@@ -82,6 +84,14 @@ class Metrics:
         self.first_token = histogram(
             "time_to_first_token_seconds", "Seconds from a request to its first token.", FIRST_TOKEN
         )
+        self.queue = histogram(
+            "request_queue_seconds", "Seconds from a request to the beginning of its prompt's reading.", FIRST_TOKEN
+        )
+        self.between_tokens = histogram(
+            "inter_token_latency_seconds",
+            "Seconds between two tokens of an answer; means where several come at once.",
+            BETWEEN_TOKENS,
+        )
         self.duration = histogram(
             "request_duration_seconds", "Seconds from a request to the end of its response.", DURATION, "endpoint"
         )
@@ -106,6 +116,8 @@ class Metrics:
         self.model_weights = gauge("model_weight_bytes", "Bytes of the weights of a model.", "model")
         self.model_rows = gauge("model_rows", "Requests to a model in prefill or decoding.", "model")
         self.model_loads = counter("model_loads", "How often the weights of a model were read.", "model")
+        build = gauge("build_info", "1, with the versions.", "version", "mlx", "mlx_lm")
+        build.labels(*map(metadata.version, ("mlx-kv", "mlx", "mlx-lm"))).set(1)
         self.active_memory = gauge("active_memory_bytes", "Bytes of all MLX arrays: weights, caches, and others.")
         self.freed_memory = gauge("freed_memory_bytes", "Bytes of freed buffers that MLX keeps for reuse.")
 

@@ -516,7 +516,7 @@ class Choice:
         texts: for log-probabilities; None where they are not requested.
         answer: all of it so far, for an answer that is sent as a whole.
         finish_reason: empty until it has ended.
-        first_token: when its first token came, in seconds of the monotonic clock.
+        first_token, last_token: when its first and its newest tokens came, in seconds of the monotonic clock.
         marks: of the model's thinking, by which its tokens are counted.
     """
 
@@ -531,6 +531,7 @@ class Choice:
     reasoning_tokens: int = 0
     finish_reason: str = ""
     first_token: float | None = None
+    last_token: float | None = None
     marks: Marks | None = None
     _pending: list[TokenText] = field(default_factory=list)  # with text to come, unless they are marks
 

@@ -701,6 +701,8 @@ class Limits:
         prompt_tokens: maximum length of a prompt; None is the context of the model, less one.
         queue: answers that wait for a row; further requests are refused.
         max_tokens: for requests that leave it out.
+        answer_tokens: of an answer at most, whatever the request says; None is no limit.
+        answers: to one request; None are as many as rows and queue have room for.
         strict: whether requests with unknown fields are refused.
         template: settings of the chat template, for requests that leave them out.
         client_headers: whether lines that clients write for their own servers stay in prompts.
@@ -714,6 +716,8 @@ class Limits:
     prompt_tokens: int | None = None
     queue: int = 64
     max_tokens: int = 512
+    answer_tokens: int | None = None
+    answers: int | None = None
     strict: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     client_headers: bool = False

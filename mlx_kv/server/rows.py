@@ -345,6 +345,7 @@ class Rows:
         if job.started:
             return
         job.started = True
+        self._metrics.queue.observe(time.monotonic() - job.since)
         if self._settings.keeps_prompts:
             job.cached = len(sequence.before)
             match = match_prefix(job.prompt, job.cached, self.prefixes.memory)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import ssl
 import subprocess
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import httpx
 import pytest
-from serving import Running
+from serving import Running, check_error, running
 
+import mlx_kv
 from mlx_kv.cli.options import read_bytes
-from mlx_kv.cli.serve import ServerSettings
+from mlx_kv.cli.serve import ServerSettings, serve
 from mlx_kv.server.api import Certificates, _without_query, configure_logging
+from mlx_kv.server.monitor import Metrics
+from mlx_kv.server.requests import Limits
 from mlx_kv.server.run import Server, bound
+from mlx_kv.settings import settings_of
 
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 DAY = ("-days", "1", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
@@ -185,3 +191,73 @@ def test_all_libraries_have_one_form_of_log_and_ours_has_levels(capsys: pytest.C
             log.setLevel(level)
     lines = capsys.readouterr().err.splitlines()
     assert [line[24:] for line in lines] == ["INFO seen", "WARNING a function of the module", "WARNING once"]
+
+
+def test_an_answered_request_has_an_id_in_its_header_and_in_the_log(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mlx_kv.server"):
+        own = server.http.post("/v1/completions", json=PLAIN, headers={"X-Request-Id": "client-7.a"})
+        drawn = server.http.post(
+            "/v1/completions", json={**PLAIN, "stream": True}, headers={"X-Request-Id": "two\twords"}
+        )
+        server.wait_until(lambda: caplog.text.count(" prompt tokens reused, ") == 2)
+    assert own.headers["x-request-id"] == "client-7.a"
+    assert re.fullmatch(r"[0-9a-f]{32}", drawn.headers["x-request-id"])
+    prompt = own.json()["usage"]["prompt_tokens"]
+    said = [record.message for record in caplog.records if " prompt tokens reused, " in record.message]
+    whole = rf"request client-7\.a: /v1/completions 200, \d+ of {prompt} prompt tokens reused, 3 tokens, \d+\.\d\d s"
+    assert re.fullmatch(whole, said[0])
+    assert said[1].startswith(f"request {drawn.headers['x-request-id']}: ")
+
+
+PLAIN = {"prompt": "import os\nimport sys", "max_tokens": 3}
+
+
+def test_waits_and_gaps_are_measured(server: Running) -> None:
+    def counted(name: str) -> float:
+        return server.metrics.registry.get_sample_value(f"mlx_kv_{name}_seconds_count") or 0
+
+    names = ("request_queue", "time_to_first_token", "inter_token_latency")
+    before = [counted(name) for name in names]
+    server.complete("def main():", 9)
+    assert [counted(name) - old for name, old in zip(names, before, strict=True)] == [1, 1, 8]
+    (build,) = re.findall(r"^mlx_kv_build_info\{(.*)\} 1\.0$", server.http.get("/metrics").text, re.M)
+    assert f'version="{mlx_kv.__version__}"' in build
+
+
+def test_limits_of_answers() -> None:
+    """A larger max_tokens is cut, as clients send it to be safe; more answers than are allowed are refused."""
+    with running(limits=Limits(answer_tokens=5, answers=2, max_tokens=3)) as server:
+        answer = server.post(prompt="import os", max_tokens=32_000).json()
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (5, "length")
+        assert server.post(prompt="import os").json()["usage"]["completion_tokens"] == 3
+        assert server.post(prompt="import os", n=2, max_tokens=2).status_code == 200
+        refused = server.post(prompt="import os", n=3, max_tokens=2)
+        assert "asks for 3 answers, and this server accepts at most 2" in check_error(refused, 400)["message"]
+
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+@pytest.mark.parametrize("page", ["operate.md", "server-monitoring.md"])
+def test_metrics_that_a_page_names_exist(page: str) -> None:
+    registry = Metrics().registry
+    there = {name for family in registry.collect() for name in (family.name, *_samples_of(family.type, family.name))}
+    named = set(re.findall(r"\bmlx_kv_\w+", (DOCS / page).read_text(encoding="utf-8")))
+    assert len(named) > 8
+    assert named - there == set()
+    if page == "server-monitoring.md":
+        assert {family.name for family in registry.collect()} - {name.removesuffix("_total") for name in named} == set()
+
+
+def _samples_of(kind: str, name: str) -> list[str]:
+    ends = {"counter": ["total"], "histogram": ["bucket", "count", "sum"]}.get(kind, [])
+    return [f"{name}_{end}" for end in ends]
+
+
+def test_the_configuration_of_the_operators_page_is_one() -> None:
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", (DOCS / "operate.md").read_text(encoding="utf-8"), re.M | re.S)
+    options = {name for each in settings_of(ServerSettings).values() for name in each.options}
+    options |= {option for parameter in serve.params for option in parameter.opts}
+    assert {f"--{key}" for key in tomllib.loads(block)} <= options
