@@ -9,6 +9,7 @@
 #   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
 #   make fresh      README.md, generate.md and recipes.md as a newcomer has them: a clone, an empty home, no packages; some
 #                   minutes, and a package index; ALL=1: there must be one
+#   make upstream   the tests on the newest mlx, mlx-lm and mlx-vlm, in an environment of its own; TESTS="tests/cache ..."
 #   make dist       what a release uploads, into dist/, checked; TAG=v0.3.0: the version must be that
 #   make constraints  constraints.txt and constraints-cuda.txt anew: one version of everything
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
@@ -22,7 +23,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test test-all lint bench docs pythons fresh dist constraints families clean
+.PHONY: generate check test test-all lint bench docs pythons fresh upstream dist constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -54,6 +55,9 @@ pythons: $(VENV)/.dev
 
 fresh: | $(VENV)/bin/python
 	$(VENV)/bin/python tools/fresh.py $(if $(ALL),--all)
+
+upstream: $(VENV)/.dev
+	$(VENV)/bin/python tools/upstream.py $(if $(PROCESSES),--processes $(PROCESSES)) $(TESTS)
 
 dist: $(VENV)/.dev
 	@$(VENV)/bin/python -c "import sys, mlx_kv; tag, own = sys.argv[1], 'v' + mlx_kv.__version__; \

@@ -61,16 +61,20 @@ def python_of(version: str) -> str | None:
     return None
 
 
+def environment(profile: str) -> dict[str, str]:
+    """Variables of a process that tests: nothing of this Python's, no hub, and a profile of random cases."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
+    return kept | {"HF_HUB_OFFLINE": "1", "HYPOTHESIS_PROFILE": profile}
+
+
 def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a command where no checkout is near.
 
     Raises:
         SystemExit: it failed; with the end of what it said.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
-    environment |= {"HF_HUB_OFFLINE": "1", "HYPOTHESIS_PROFILE": "quick"}
     words = list(map(str, command))
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=folder, env=environment("quick"), capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
     return done
@@ -115,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"Python {version}: not found on this machine", file=sys.stderr)
                 results[version] = None
                 continue
-            with tempfile.TemporaryDirectory() as environment:
-                results[version] = try_python(python, wheel, Path(environment))
+            with tempfile.TemporaryDirectory() as own:
+                results[version] = try_python(python, wheel, Path(own))
             print(f"Python {version}: {results[version]}", file=sys.stderr)
     print(json.dumps(results))
     missing = [version for version, result in results.items() if result is None]
