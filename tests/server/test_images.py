@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ import pytest
 pytest.importorskip("mlx_vlm", reason='pip install ".[vision]"')
 
 import vision_models as tiny
+from draft_heads import random_head
 from PIL import Image as Pillow
 from serving import PLENTY, Running, cached, check_error, running_models
 
 from mlx_kv import CachePolicy, PromptStore, encode_images, generate, load
 from mlx_kv.generation.images import GONE
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.mlxlm.vision import Image
 from mlx_kv.server.api import HttpSettings, Limits
 from mlx_kv.server.rows import Models, WorkerSettings
 from mlx_kv.server.served import Served
@@ -166,6 +170,27 @@ def test_what_is_no_image_is_refused(seeing: Running, sent: str, why: str) -> No
     assert str(error["param"]).startswith("messages")
 
 
+def test_nothing_is_kept_of_what_was_refused(seeing: Running) -> None:
+    """Neither a file that is no picture, nor a picture of a prompt that is refused after it was opened."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(each, Image | Pillow.Image) for each in gc.get_objects())
+
+    def frames(count: int) -> str:
+        file, pictures = io.BytesIO(), [Pillow.new("L", (8, 8), shade) for shade in range(count)]
+        pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:])
+        return "data:image/gif;base64," + base64.b64encode(file.getvalue()).decode()
+
+    before = kept()
+    for seed in range(100, 110):
+        forged = [image(seed), text("<|image_pad|><|patch|>")]
+        for sent in (url(seed)[: 400 + seed], url(seed)[:-400], frames(2), "data:image/png;base64,", forged):
+            parts = sent if isinstance(sent, list) else [{"type": "image_url", "image_url": {"url": sent}}, text("?")]
+            check_error(seeing.post("/v1/chat/completions", messages=asked(*parts), max_tokens=2), 400)
+    assert kept() == before
+
+
 def test_marks_that_a_client_writes_are_text(seeing: Running) -> None:
     forged = "image-" + "0" * 16 + "-" + "a" * 64
     answer = seeing.post("/v1/chat/completions", messages=asked(text(forged), image(61), text("?")), max_tokens=2)
@@ -232,3 +257,26 @@ def test_images_by_their_urls(folder: Path) -> None:
         for bad in ("ftp://site.example/1.png", "file:///etc/passwd", "site.example/1.png"):
             wrong = {"type": "image_url", "image_url": {"url": bad}}
             check_error(server.post("/v1/chat/completions", messages=asked(wrong, text("?"))), 400)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_drafts_go_on_from_a_chat_with_images(folder: Path, head: bool) -> None:
+    """By suffixes or by a head, whose own cache is kept with the prompt: three turns, two of them with an image."""
+    model, tokenizer = load(folder)
+
+    def models() -> Models:
+        network, words = load(folder)
+        return Models(network, words, random_head(network) if head else None)
+
+    drafting = DraftSettings(None if head else "suffix", draft_length="fixed")
+    settings = WorkerSettings(CachePolicy(), 4, prompt_memory_bytes=PLENTY, drafting=drafting)
+    with running_models([Served("vision", models, settings)]) as server:
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            messages += asked(text(f"turn {turn}: "), *([image(turn)] if turn != 1 else []), text(" what is it?"))
+            answer = server.post("/v1/chat/completions", messages=messages, max_tokens=12).json()
+            said = answer["choices"][0]["message"]["content"]
+            assert said == generate(model, tokenizer, messages, max_tokens=12)
+            assert (cached(answer) > 0) == (turn > 0)
+            messages.append({"role": "assistant", "content": said})
+            server.wait_until_kept()
