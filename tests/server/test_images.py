@@ -182,10 +182,12 @@ def test_nothing_is_kept_of_what_was_refused(seeing: Running) -> None:
         pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:])
         return "data:image/gif;base64," + base64.b64encode(file.getvalue()).decode()
 
+    Pillow.init()  # which makes a picture of its own
     before = kept()
     for seed in range(100, 110):
         forged = [image(seed), text("<|image_pad|><|patch|>")]
-        for sent in (url(seed)[: 400 + seed], url(seed)[:-400], frames(2), "data:image/png;base64,", forged):
+        opened = [image(seed), {"type": "image_url", "image_url": {"url": url(seed)[:400]}}, text("?")]
+        for sent in (url(seed)[: 400 + seed], url(seed)[:-400], frames(2), "data:image/png;base64,", forged, opened):
             parts = sent if isinstance(sent, list) else [{"type": "image_url", "image_url": {"url": sent}}, text("?")]
             check_error(seeing.post("/v1/chat/completions", messages=asked(*parts), max_tokens=2), 400)
     assert kept() == before
