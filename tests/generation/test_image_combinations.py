@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from click.testing import CliRunner
 from mlx_lm.models import cache as stock
 
 pytest.importorskip("mlx_vlm", reason='pip install ".[vision]"')
 
 import vision_models as tiny
 from draft_heads import bigram_head, calm, random_head
+from PIL import Image as Pillow
 from vision_models import Parts, known, prompt, some_parts
 
 from mlx_kv import (
@@ -26,6 +29,8 @@ from mlx_kv import (
     SpeculationStatistics,
     batch_generate,
     calibrate,
+    encode_images,
+    generate,
     load_draft_head,
     make_prompt_cache,
     save_draft_head,
@@ -35,7 +40,8 @@ from mlx_kv import (
 )
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.layout import PLACES
-from mlx_kv.files.serialization import load_prompt_file
+from mlx_kv.cli.main import command
+from mlx_kv.files.serialization import load_prompt_file, model_fingerprint
 from mlx_kv.mlxlm.head_files import HeadShape
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.mlxlm.probe import cache_ropes
@@ -175,6 +181,29 @@ def test_a_file_has_the_tokens_of_images_and_goes_on(family: str, drafter: str |
     whole = [*first, said, *more]
     assert [each.token for each in answer] == tiny.Reference(family, model).generate(whole, 8)
     assert seen[0][: len(tiny.plain_tokens(whole))] == tiny.plain_tokens(whole)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "muse_spark"])
+def test_the_command_goes_on_from_a_file_with_images(family: str, tmp_path: Path) -> None:
+    """Also with `--image`, without a file."""
+    folder = tiny.save_model(family, tmp_path / "model")
+    model, words = load(folder)
+    picture = Pillow.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
+    picture.save(tmp_path / "a.png")
+    seen = [{"type": "image", "image": picture}, {"type": "text", "text": "so?"}]
+    asked, caches = encode_images(model, words, [{"role": "user", "content": seen}]), make_prompt_cache(model)
+    settings = ["generate", "--model", str(folder), "--max-tokens", "8", "--temp", "0"]
+    told = CliRunner().invoke(command, [*settings, "--image", str(tmp_path / "a.png"), "--prompt", "so?"])
+    assert generate(model, words, asked, max_tokens=8) in told.output
+    PromptReader(model, caches, asked).finish()
+    file, fingerprint = tmp_path / "x.safetensors", model_fingerprint(model, words)
+    save_prompt_cache(file, caches, tokens=asked.tokens[:-1], fingerprint=fingerprint)
+    wanted = list(
+        stream_generate(model, words, [*words.encode("and?", add_special_tokens=False)], None, 8, prompt_cache=caches)
+    )
+    more = ["--prompt-cache-file", str(file), "--ignore-chat-template", "--prompt", "and?", "--draft", "suffix"]
+    told = CliRunner().invoke(command, [*settings, *more])
+    assert "".join(each.text for each in wanted) in told.output
 
 
 def test_what_reads_no_images_refuses_their_tokens(tmp_path: Path) -> None:
