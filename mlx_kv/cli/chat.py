@@ -22,6 +22,7 @@ Examples:
 \b
 While it runs:
   /undo takes the last turn back, /reset all of them
+  /image FILE adds an image to the next question, for models that read images
   /save FILE and /load FILE keep a conversation, with its keys and values
   /stats shows what the caches hold, /help lists commands; /exit, q or Ctrl-D ends
   Ctrl-C ends an answer, or clears the line; twice on an empty line it ends the chat
@@ -75,7 +76,7 @@ def chat(
     def draws(position: int) -> Sampler | None:
         return sampler_of_sequence(sampler, sampling.seed, position)
 
-    conversation = Conversation(engine, tokenizer, chat.settings)
+    conversation = Conversation(engine, tokenizer, chat.settings, network)
     files = ChatFiles(model.name, network, tokenizer, cache_policy, whole=machine.group is None)
     session = ChatSession(conversation, files, max_tokens, draws, sampling.processors(), context_length(network))
     if on_screen:

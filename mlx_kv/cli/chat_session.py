@@ -26,6 +26,7 @@ from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import file_errors, human_bytes, say, tokens_line
 from mlx_kv.files.serialization import check_output, model_fingerprint, save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
+from mlx_kv.generation.images import image_content
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.batching import check_same_kinds
@@ -205,6 +206,8 @@ class ChatFiles:
     def save(self, path: Path, conversation: Conversation) -> None:
         """Raises click.UsageError, ValueError: it cannot be kept, or not there; an older file is then as it was."""
         self._check()
+        if _has_images(conversation):
+            raise click.UsageError("this conversation has images, which no file keeps: /undo the turns with them first")
         if conversation.caches is None:
             then = "ask a question first, which reads it again" if conversation.turns else "there is nothing to save"
             raise click.UsageError(f"the cache is empty: {then}")
@@ -214,7 +217,8 @@ class ChatFiles:
             "tokens": known,
             # All but the last have the beginning of these, where the chat template leaves it as it was.
             "turns": [
-                asdict(turn) | {"tokens": len(turn.tokens) if known[: len(turn.tokens)] == turn.tokens else 0}
+                {name: value for name, value in asdict(turn).items() if name != "images"}
+                | {"tokens": len(turn.tokens) if known[: len(turn.tokens)] == turn.tokens else 0}
                 for turn in conversation.turns
             ],
         }
@@ -257,7 +261,7 @@ def _what_was_said(text: str, vocabulary: int) -> tuple[list[Turn], str | None]:
     said = json.loads(text)
     known, turns = said["tokens"], []
     for turn in said["turns"]:
-        turns.append(Turn(**turn | {"tokens": known[: turn["tokens"]]}))
+        turns.append(Turn(**turn | {"tokens": known[: turn["tokens"]], "images": ()}))
         counts = turn["tokens"], turn["prompt_tokens"], turn["reused"], turn["answer_tokens"]
         words = turn["question"], turn["answer"], turn["finish_reason"]
         if not all(type(count) is int and count >= 0 for count in counts) or {type(word) for word in words} != {str}:
@@ -267,6 +271,10 @@ def _what_was_said(text: str, vocabulary: int) -> tuple[list[Turn], str | None]:
     if not isinstance(said["system"], str | None):
         raise ValueError("the message before all others is not text")
     return turns, said["system"]
+
+
+def _has_images(conversation: Conversation) -> bool:
+    return any(turn.images for turn in conversation.turns)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -294,8 +302,10 @@ class ChatSession:
         self._max_tokens, self._draws, self._processors, self._context = max_tokens, draws, processors, context
         self._seconds = (0.0, 0.0)  # of the last turn, where it was asked here: until its first token, and after
         self._saved: list[Turn] = []  # those that a file has
+        self._images: list[bytes] = []  # of the next question
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self._help, "what can be typed"),
+            "/image": (self._image, "FILE: adds an image to the next question"),
             "/undo": (self._undo, "takes the last question and its answer back"),
             "/reset": (self._reset, "forgets all that was said"),
             "/save": (self._save, "FILE: keeps the conversation"),
@@ -345,7 +355,9 @@ class ChatSession:
         started, first = time.perf_counter(), None
         with no_echo(), interrupts() as interrupted:
             self._check_length(question)
-            tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors, interrupted)
+            tokens = self._conversation.ask(
+                question, self._max_tokens, self._draws, self._processors, interrupted, self._images
+            )
             with contextlib.closing(tokens):
                 for token in tokens:
                     first = first or time.perf_counter()
@@ -355,6 +367,7 @@ class ChatSession:
             say("interrupted before the answer began: the next question reads the conversation again")
             return
         click.echo()
+        self._images.clear()
         self._seconds = first - started, time.perf_counter() - first
         turn = self._conversation.turns[-1]
         new = turn.prompt_tokens - turn.reused
@@ -368,7 +381,7 @@ class ChatSession:
         """Raises click.UsageError: the conversation with this question would be longer than the model's context."""
         if self._context is None:
             return
-        known, tokens = len(self._conversation.tokens), len(self._conversation.prompt_of(question))
+        known, tokens = len(self._conversation.tokens), len(self._conversation.prompt_of(question, self._images).tokens)
         if tokens <= self._context:
             return
         has, shorten = f"but this model was made for {self._context:,}", "ask a shorter question"
@@ -386,7 +399,20 @@ class ChatSession:
         click.echo(f"{QUOTES:<8}begins and ends a question of several lines", err=True)
         click.echo(f"{'Ctrl-C':<8}ends an answer, or clears the line; twice on an empty line, the chat", err=True)
 
+    def _image(self, rest: str) -> None:
+        path = self._path("/image", rest)
+        if not self._files.whole:
+            raise click.UsageError("images are read by one machine alone: run the chat in one")
+        content = image_content(path)
+        self._conversation.check_image(content)
+        self._images.append(content)
+        say(f"{path} comes with the next question; /undo takes it back")
+
     def _undo(self, rest: str) -> None:
+        if self._images:
+            self._images.pop()
+            say(f"removed the last image: {len(self._images)} left for the next question")
+            return
         kept = self._conversation.undo()
         self._seconds = (0.0, 0.0)
         how = "" if kept else "; these caches cannot go back, and all is read again"
@@ -394,6 +420,7 @@ class ChatSession:
 
     def _reset(self, rest: str) -> None:
         self._conversation.go_on_from([], self._conversation.settings.system)
+        self._images.clear()
         say("conversation cleared")
 
     def _save(self, rest: str) -> None:
@@ -407,6 +434,7 @@ class ChatSession:
         path = self._path("/load", rest)
         with stops("/load"):
             served = self._files.load(path, self._conversation)
+        self._images.clear()
         self._seconds, self._saved = (0.0, 0.0), list(self._conversation.turns)
         say(
             f"{path}: {self._turns}"
@@ -458,7 +486,7 @@ class ChatSession:
     def _unsaved(self) -> bool:
         """Whether there are turns that no file has, and that one could have."""
         turns = self._conversation.turns
-        return self._files.whole and turns != self._saved[: len(turns)]
+        return self._files.whole and not _has_images(self._conversation) and turns != self._saved[: len(turns)]
 
     @property
     def _turns(self) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import mlx.nn as nn
+
 from mlx_kv.communicator import Steps
 from mlx_kv.generation.encoding import (
     DEFAULT_CHAT,
@@ -21,6 +23,7 @@ from mlx_kv.generation.encoding import (
     has_chats,
 )
 from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.images import ImagePrompt, encode_images, has_images
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, common_prefix
 from mlx_kv.generation.settings import LogitsProcessor
@@ -39,6 +42,7 @@ class Turn:
         tokens: of the conversation up to here, as far as they were generated or read.
         prompt_tokens, reused, answer_tokens: of the prompt, those of it that had been read before, and of the answer.
         finish_reason: "stop", "length", or "interrupted".
+        images: contents of their files, which come before the question.
     """
 
     question: str
@@ -48,6 +52,12 @@ class Turn:
     reused: int
     answer_tokens: int
     finish_reason: str
+    images: tuple[bytes, ...] = ()
+
+
+def _message(question: str, images: Sequence[bytes]) -> Message:
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
+    return {"role": "user", "content": parts if images else question}
 
 
 @dataclass
@@ -64,6 +74,7 @@ class Conversation:
     Args:
         engine: for this conversation alone; made with `return_caches`.
         settings: of the chat; the beginning of an answer is none of them.
+        model: the engine's, for images; None reads none.
 
     Attributes:
         turns: so far.
@@ -72,8 +83,10 @@ class Conversation:
         ValueError: settings of a chat, and a model that has no chat template.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, settings: ChatSettings = DEFAULT_CHAT) -> None:
-        self.engine, self.settings, self._tokenizer = engine, settings, tokenizer
+    def __init__(
+        self, engine: Engine, tokenizer: Any, settings: ChatSettings = DEFAULT_CHAT, model: nn.Module | None = None
+    ) -> None:
+        self.engine, self.settings, self._tokenizer, self._model = engine, settings, tokenizer, model
         self._chats = has_chats(tokenizer)
         if settings and not self._chats:
             raise ValueError("a system prompt and settings of a chat template need one, and this model has none")
@@ -88,7 +101,7 @@ class Conversation:
         """The conversation, in the form that chat templates take."""
         messages = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         for turn in self.turns:
-            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+            messages += [_message(turn.question, turn.images), {"role": "assistant", "content": turn.answer}]
         return messages
 
     @property
@@ -133,15 +146,31 @@ class Conversation:
         self.turns.pop()
         return self._go_back(self.tokens)
 
-    def prompt_of(self, question: str) -> list[int]:
-        """The tokens of the conversation with another question, up to where its answer begins."""
-        if not self._chats:  # lines of one text
-            line = f"{question}\n"
-            if not self.turns:
-                return encode_prompt(self._tokenizer, line)
-            return [*self.tokens, *self._tokenizer.encode(f"\n{line}", add_special_tokens=False)]
-        messages = [*self.messages, {"role": "user", "content": question}]
-        return self._continued(messages) or encode_messages(self._tokenizer, messages, **self.settings.template)
+    def check_image(self, image: bytes) -> None:
+        """Raises ValueError for an image that the next question cannot have, or a model that reads none."""
+        self._encode_images([_message("?", [image])])
+
+    def prompt_of(self, question: str, images: Sequence[bytes] = ()) -> ImagePrompt:
+        """The conversation with another question, up to where its answer begins.
+
+        Args:
+            images: as of `Turn`.
+        """
+        messages = [*self.messages, _message(question, images)]
+        if has_images(messages):
+            return self._encode_images(messages)
+        if self._chats:
+            known = self._continued(messages)
+            return ImagePrompt(known or encode_messages(self._tokenizer, messages, **self.settings.template))
+        line = f"{question}\n"  # of one text
+        if not self.turns:
+            return ImagePrompt(encode_prompt(self._tokenizer, line))
+        return ImagePrompt([*self.tokens, *self._tokenizer.encode(f"\n{line}", add_special_tokens=False)])
+
+    def _encode_images(self, messages: list[Message]) -> ImagePrompt:
+        if self._model is None:
+            raise ValueError("this conversation has no images: leave them out")
+        return encode_images(self._model, self._tokenizer, messages, **self.settings.template)
 
     def _continued(self, messages: list[Message]) -> list[int] | None:
         """The tokens that were said, and then those of what the template puts after them; None where it changes them.
@@ -172,6 +201,7 @@ class Conversation:
         draws: Draws = lambda position: None,
         processors: Sequence[LogitsProcessor] = (),
         ended: Callable[[], bool] = lambda: False,
+        images: Sequence[bytes] = (),
     ) -> Steps[BatchToken]:
         """The tokens of an answer as they come; where the caller stops asking for them, the answer ends.
 
@@ -181,11 +211,13 @@ class Conversation:
             draws: what draws the tokens of a sequence, from a position on.
             processors: of logits, as in `TokenSequence`: they are shown the whole conversation.
             ended: whether the answer ends; called after each step of the engine, those that read the prompt among them.
+            images: as of `Turn`.
 
         Raises:
             ValueError: what cannot be continued; nothing has changed then.
         """
-        prompt = self.prompt_of(question)
+        encoded = self.prompt_of(question, images)
+        prompt = encoded.tokens
         if not prompt:
             raise ValueError("the prompt is empty: give a question")
         self._go_back(prompt[:-1])
@@ -196,7 +228,7 @@ class Conversation:
             number, prompt[reused:], max_tokens, detokenizer, draws(len(prompt)), caches, prompt[:reused]
         )
         limit = ThinkingLimit.after(self._tokenizer, prompt, self.settings)
-        sequence.processors = (*processors, *(() if limit is None else (limit,)))
+        sequence.processors, sequence.images = (*processors, *(() if limit is None else (limit,))), encoded.images
         self.engine.submit(sequence)
         self._read = Read()  # the engine has them now
         received: list[BatchToken] = []
@@ -213,7 +245,8 @@ class Conversation:
             known = [*prompt, *(token.token for token in received)]
             answer = "".join(token.text for token in received)
             if received:
-                self.turns.append(Turn(question, answer, known, len(prompt), reused, len(received), finish))
+                counts = len(prompt), reused, len(received)
+                self.turns.append(Turn(question, answer, known, *counts, finish, tuple(images)))
             else:
                 known = prompt[: common_prefix(prompt, self.tokens)]
             self._keep(caches, known)

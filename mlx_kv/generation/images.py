@@ -73,7 +73,7 @@ def open_picture(source: Any) -> Any:
     if isinstance(source, Pillow.Image):
         picture = source
     else:
-        content = _content(source)
+        content = image_content(source)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's own limit
@@ -110,7 +110,7 @@ def _rgb(picture: Any) -> Any:
     return picture.convert("RGB")
 
 
-def _content(source: Any) -> bytes:
+def image_content(source: Any) -> bytes:
     """The content of a file by its name, of a data URL, or itself.
 
     Raises:
@@ -306,7 +306,7 @@ def _digest(source: Any) -> bytes:
         return hashlib.sha256(f"{source.mode} {source.size} ".encode() + source.tobytes()).digest()
     if isinstance(source, str) and source.startswith("data:"):
         return hashlib.sha256(source.encode("utf-8", "replace")).digest()
-    return hashlib.sha256(_content(source)).digest()
+    return hashlib.sha256(image_content(source)).digest()
 
 
 def _read(model: VisionLanguageModel, tokenizer: Any, picture: Any) -> Image:

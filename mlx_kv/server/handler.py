@@ -27,7 +27,7 @@ from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import ChatSettings, encode_prompt
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.grammar import Grammar
-from mlx_kv.generation.images import ImagePrompt, encode_parts, reads_images
+from mlx_kv.generation.images import MAX_BYTES, ImagePrompt, encode_parts, reads_images
 from mlx_kv.generation.sequence import FIRST_EXPECTED
 from mlx_kv.generation.thinking import LeadIn, Marks, ThinkingLimit
 from mlx_kv.server.json_http import (
@@ -54,6 +54,7 @@ from mlx_kv.server.output import (
     answer_state,
     marks_of,
 )
+from mlx_kv.server.remote_images import MAX_REMOTE
 from mlx_kv.server.requests import (
     IMAGE_MARK,
     CompletionRequest,
@@ -607,11 +608,18 @@ class RequestHandler:
     async def _tokens(self, reader: ModelReader, request: CompletionRequest) -> list[ImagePrompt]:
         if (fetch := self._limits.fetch_image) is not None:
             remote = {digest: url for digest, url in request.images.items() if not str(url).startswith("data:")}
+            if len(remote) > MAX_REMOTE:
+                raise ApiError(
+                    400, f"{len(remote)} images have URLs, of at most {MAX_REMOTE}: send contents", "messages"
+                )
+            contents, left = dict[str, str | bytes](), MAX_BYTES
             try:  # here, since a slow site would keep the tokenizer from others
-                contents = await asyncio.gather(*(asyncio.to_thread(fetch, str(url)) for url in remote.values()))
+                for digest, url in remote.items():
+                    contents[digest] = await asyncio.to_thread(fetch, str(url), left)
+                    left -= len(contents[digest])
             except ValueError as error:
                 raise ApiError(400, str(error), "messages") from None
-            request = replace(request, images={**request.images, **dict(zip(remote, contents, strict=True))})
+            request = replace(request, images={**request.images, **contents})
         encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode(request))
         return await asyncio.wrap_future(encoding)
 

@@ -19,20 +19,26 @@ from mlx_kv.generation.images import MAX_BYTES
 from mlx_kv.settings import shown
 
 SECONDS, MAX_REDIRECTS, PIECE = 10.0, 3, 1 << 16  # for one image, all redirects included
+MAX_REMOTE = 16  # images of one request
+PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")  # others lead to IPv4 addresses, or to no public network
 INSTEAD = "send its content, data:image/png;base64,…"
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet: no machine of this network, and not this one."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    return found.is_global and not found.is_multicast and (mapped is None or is_public(str(mapped)))
+    if isinstance(found, ipaddress.IPv6Address) and (found not in PUBLIC_IPV6 or found.sixtofour is not None):
+        return False
+    return found.is_global and not found.is_multicast
 
 
-def fetch_image(url: str, may_connect: Callable[[str], bool] = is_public, seconds: float = SECONDS) -> bytes:
+def fetch_image(
+    url: str, most: int = MAX_BYTES, may_connect: Callable[[str], bool] = is_public, seconds: float = SECONDS
+) -> bytes:
     """The content that a URL has.
 
     Args:
+        most: bytes.
         may_connect: whether a connection to an IP address is allowed.
 
     Raises:
@@ -51,7 +57,7 @@ def fetch_image(url: str, may_connect: Callable[[str], bool] = is_public, second
     timer.daemon = True
     timer.start()
     try:
-        return _follow(url, may_connect, open_sockets, ended, seconds)
+        return _follow(url, most, may_connect, open_sockets, ended, seconds)
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         why = f"did not come within {seconds:g} s" if ended.is_set() else f"cannot be fetched ({error})"
         raise ValueError(f"the image {shown(url)} {why}: {INSTEAD}") from None
@@ -63,6 +69,7 @@ def fetch_image(url: str, may_connect: Callable[[str], bool] = is_public, second
 
 def _follow(
     url: str,
+    most: int,
     may_connect: Callable[[str], bool],
     open_sockets: list[socket.socket],
     ended: threading.Event,
@@ -87,8 +94,8 @@ def _follow(
         content = bytearray()
         while piece := answer.read1(PIECE):
             content += piece
-            if len(content) > MAX_BYTES:
-                raise ValueError(f"the image {shown(url)} has more than {MAX_BYTES:,} bytes: make it smaller")
+            if len(content) > most:
+                raise ValueError(f"images have more than {MAX_BYTES:,} bytes with {shown(url)}: make them smaller")
         if ended.is_set():
             raise TimeoutError
         return bytes(content)

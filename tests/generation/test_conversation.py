@@ -63,7 +63,7 @@ def test_each_answer_is_that_of_the_whole(
     options = {name: draft if name == "draft_model" else value for name, value in DRAFTS[draft_by].items()}
     with conversing(model, tokenizer, FULL[policy], **options) as conversation:
         for number, question in enumerate(ASKED):
-            before, prompt = conversation.tokens, conversation.prompt_of(question)
+            before, prompt = conversation.tokens, conversation.prompt_of(question).tokens
             answer = asked(conversation, question)
             assert answer == alone(model, tokenizer, prompt, FULL[policy])
             turn = conversation.turns[-1]
@@ -83,7 +83,7 @@ def test_the_end_of_an_answer_is_there_once(reference: tuple[Any, Any]) -> None:
     with conversing(model, tokenizer, CachePolicy()) as conversation:
         answer = [token.token for token in conversation.ask("one", 12, processors=always)]
         assert answer == [end]
-        prompt = conversation.prompt_of("two")
+        prompt = conversation.prompt_of("two").tokens
         assert prompt[: len(conversation.tokens)] == conversation.tokens
         assert tokenizer.decode(prompt) == "# user\none\t\n# assistant\n\t\n# user\ntwo\t\n# assistant\n"
 
@@ -113,7 +113,7 @@ def test_caches_that_cannot_go_back_are_read_again(policy: CachePolicy, referenc
         assert conversation.turns[-1].reused == len(conversation.turns[0].tokens)
         assert not conversation.undo()
         assert conversation.read == []
-        prompt = conversation.prompt_of(ASKED[2])
+        prompt = conversation.prompt_of(ASKED[2]).tokens
         assert asked(conversation, ASKED[2]) == alone(model, tokenizer, prompt, policy)
         assert conversation.turns[-1].reused == 0
 
@@ -123,7 +123,7 @@ def test_a_template_that_changes_answers_costs_what_it_changes(reference: tuple[
     with conversing(model, tokenizer, CachePolicy()) as conversation:
         asked(conversation, ASKED[0])
         answer_begins = conversation.turns[0].prompt_tokens
-        prompt = conversation.prompt_of(ASKED[1])
+        prompt = conversation.prompt_of(ASKED[1]).tokens
         assert asked(conversation, ASKED[1]) == alone(model, tokenizer, prompt, CachePolicy())
         assert answer_begins - 1 <= conversation.turns[1].reused < len(conversation.turns[0].tokens)
 
@@ -137,7 +137,7 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(draft_by: str, ref
         answer.close()
         assert conversation.turns[-1].finish_reason == "interrupted"
         assert conversation.turns[-1].answer_tokens == 6
-        prompt = conversation.prompt_of(ASKED[1])
+        prompt = conversation.prompt_of(ASKED[1]).tokens
         assert prompt[: len(conversation.tokens)][-6:] == said
         assert asked(conversation, ASKED[1]) == alone(model, tokenizer, prompt, CachePolicy())
         assert conversation.turns[-1].reused >= len(conversation.turns[0].tokens) - 1
@@ -157,7 +157,7 @@ def test_a_turn_that_is_ended_while_its_prompt_is_read_is_none(
             assert list(conversation.ask("x = 1\n" * 40, 12, ended=lambda steps=steps: next(steps))) == []
             assert (len(conversation.turns), conversation.engine.busy) == (turns, False)
             assert conversation.caches is None or conversation.read == conversation.tokens[: len(conversation.read)]
-            prompt = conversation.prompt_of(ASKED[turns])
+            prompt = conversation.prompt_of(ASKED[turns]).tokens
             assert prompt[: len(conversation.tokens)] == conversation.tokens
             answer = mlx_kv.stream_generate(model, tokenizer, prompt, policy, 12, prefill_step_size=8)
             assert asked(conversation, ASKED[turns]) == [each.token for each in answer]
@@ -169,7 +169,7 @@ def test_seeds_are_of_positions(reference: tuple[Any, Any]) -> None:
     rules = TemperatureSampler(1.0)
     with conversing(model, tokenizer, CachePolicy()) as conversation:
         for question in ASKED[:2]:
-            prompt = conversation.prompt_of(question)
+            prompt = conversation.prompt_of(question).tokens
             tokens = conversation.ask(question, 12, lambda position: sampler_of_sequence(rules, 7, position))
             wanted = mlx_kv.stream_generate(model, tokenizer, prompt, max_tokens=12, sampler=rules, seed=7)
             assert [token.token for token in tokens] == [each.token for each in wanted]
@@ -181,7 +181,7 @@ def test_penalties_look_at_the_whole_conversation(reference: tuple[Any, Any]) ->
     processors = SamplingSettings(repetition_penalty=3.0, repetition_context_size=0).processors()
     with conversing(model, tokenizer, CachePolicy()) as conversation:
         for question in ASKED[:2]:
-            prompt = conversation.prompt_of(question)
+            prompt = conversation.prompt_of(question).tokens
             tokens = conversation.ask(question, 12, processors=processors)
             wanted = mlx_kv.stream_generate(model, tokenizer, prompt, max_tokens=12, logits_processors=processors)
             assert [token.token for token in tokens] == [each.token for each in wanted]

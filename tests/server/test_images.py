@@ -229,7 +229,7 @@ def test_images_by_their_urls(folder: Path) -> None:
     """Fetched where the server may, in all forms: as if their contents had been sent."""
     places = {"https://site.example/1.png": 1, "https://site.example/2.png": 2}
 
-    def fetch(where: str) -> bytes:
+    def fetch(where: str, most: int) -> bytes:
         if where not in places:
             raise ValueError(f"the image {where} has the status 404: send its content")
         return base64.b64decode(url(places[where]).partition(",")[2])
@@ -256,6 +256,9 @@ def test_images_by_their_urls(folder: Path) -> None:
         gone = {"type": "image_url", "image_url": {"url": "https://site.example/3.png"}}
         refused = server.post("/v1/chat/completions", messages=asked(gone, text("?")))
         assert "has the status 404" in check_error(refused, 400)["message"]
+        many = [{"type": "image_url", "image_url": {"url": f"{first}?{number}"}} for number in range(17)]
+        refused = server.post("/v1/chat/completions", messages=asked(*many, text("?")))
+        assert check_error(refused, 400)["message"].startswith("17 images have URLs, of at most 16")
         for bad in ("ftp://site.example/1.png", "file:///etc/passwd", "site.example/1.png"):
             wrong = {"type": "image_url", "image_url": {"url": bad}}
             check_error(server.post("/v1/chat/completions", messages=asked(wrong, text("?"))), 400)
