@@ -708,7 +708,7 @@ class Limits:
         client_headers: whether lines that clients write for their own servers stay in prompts.
         thinking_budget: tokens of thinking, for requests that do not say how many; None is no limit.
         thinking_closing: text that comes where a limit ends thinking, before the model's mark.
-        fetch_image: the content that the URL of an image has, of so many bytes at most; None where images come in requests alone.
+        fetch_image: the content that an image's URL has, of so many bytes at most; None where none is fetched.
     """
 
     body_bytes: int = 4 * 2**20
