@@ -59,7 +59,8 @@ def fetch_image(
     try:
         return _follow(url, most, may_connect, open_sockets, ended, seconds)
     except (OSError, http.client.HTTPException, UnicodeError) as error:
-        why = f"did not come within {seconds:g} s" if ended.is_set() else f"cannot be fetched ({error})"
+        late = ended.is_set() or isinstance(error, TimeoutError)
+        why = f"did not come within {seconds:g} s" if late else f"cannot be fetched ({error})"
         raise ValueError(f"the image {shown(url)} {why}: {INSTEAD}") from None
     finally:
         timer.cancel()
