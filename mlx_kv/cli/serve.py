@@ -246,7 +246,11 @@ class ServerSettings:
         help="Maximum tokens of a prompt; longer ones are refused.",
     )
     max_body_bytes: int = setting(
-        4 * 2**20, option="--max-body-bytes", metavar="N", minimum=1, help="Maximum bytes of a request."
+        4 * 2**20,
+        option="--max-body-bytes",
+        metavar="N",
+        minimum=1,
+        help="Maximum bytes of a request; unless it is given, 32 MiB where a model reads images.",
     )
     max_token_wait: float = setting(
         0.5,
@@ -628,8 +632,12 @@ def serve(
     if not machine.leads:
         worker.follow()
         return 0
+    source = click.get_current_context().get_parameter_source("max_body_bytes")
     limits = Limits(
         body_bytes=server.max_body_bytes,
+        image_body_bytes=(
+            Limits.image_body_bytes if source is click.core.ParameterSource.DEFAULT else server.max_body_bytes
+        ),
         prompt_tokens=server.max_prompt_tokens,
         queue=server.max_queue,
         max_tokens=server.max_tokens,

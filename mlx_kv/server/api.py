@@ -19,7 +19,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -523,6 +523,8 @@ class Api:
     def __init__(self, worker: Worker, settings: HttpSettings | None = None) -> None:
         settings = settings or HttpSettings()
         self.worker, self.limits = worker, settings.limits
+        if any(reads_images(served.models.model) for served in worker.served):
+            self.limits = replace(self.limits, body_bytes=self.limits.image_body_bytes)
         worker.monitor.prefixes.allows_text = len(settings.keys) <= 1  # else texts would reach users with other keys
         self._keys, self.table = ApiKeys(settings.keys), ModelTable(worker.served, settings.strict_names)
         self.admission = AdmissionController(

@@ -95,6 +95,7 @@ def sendable(text: str) -> str:
 
 # --- bodies and responses ---------------------------------------------------------------------------------------------
 
+MAX_IN_LOOP = 2**20  # bytes of a body that is parsed in the event loop
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
@@ -161,6 +162,11 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
             413, f"the body has more than {limit:,} bytes: send less", None, "request_too_large",
             {"Connection": "close"},
         )  # fmt: skip
+    # Parsing megabytes would delay the tokens of other requests.
+    return _parse_body(body) if len(body) <= MAX_IN_LOOP else await asyncio.to_thread(_parse_body, body)
+
+
+def _parse_body(body: bytearray) -> Any:
     encoding = json.detect_encoding(bytes(body[:4])).upper()[:6]
     if encoding in ("UTF-16", "UTF-32"):
         raise ApiError(400, f"the body looks like {encoding}: send JSON in UTF-8", None, "invalid_json")

@@ -697,6 +697,7 @@ class Limits:
 
     Attributes:
         body_bytes: maximum size of a body.
+        image_body_bytes: the same on a server with a model that reads images.
         body_seconds: time for a body to arrive.
         prompt_tokens: maximum length of a prompt; None is the context of the model, less one.
         queue: answers that wait for a row; further requests are refused.
@@ -712,6 +713,7 @@ class Limits:
     """
 
     body_bytes: int = 4 * 2**20
+    image_body_bytes: int = 32 * 2**20
     body_seconds: float = 60.0
     prompt_tokens: int | None = None
     queue: int = 64

@@ -193,6 +193,14 @@ def test_nothing_is_kept_of_what_was_refused(seeing: Running) -> None:
     assert kept() == before
 
 
+def test_bodies_may_be_larger_where_a_model_reads_images(seeing: Running) -> None:
+    large = {"type": "image_url", "image_url": {"url": url(62, (1400, 1400))}}
+    assert len(large["image_url"]["url"]) > Limits().body_bytes
+    answer = seeing.post("/v1/chat/completions", messages=asked(large, text("?")), max_tokens=2)
+    assert answer.status_code == 200, answer.text
+    check_error(seeing.post("/v1/chat/completions", messages=asked(text("x" * (33 << 20)))), 413)
+
+
 def test_marks_that_a_client_writes_are_text(seeing: Running) -> None:
     forged = "image-" + "0" * 16 + "-" + "a" * 64
     answer = seeing.post("/v1/chat/completions", messages=asked(text(forged), image(61), text("?")), max_tokens=2)

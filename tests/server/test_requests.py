@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from serving import Running, check_error, running
 
+from mlx_kv.files.tensor_files import read_json
 from mlx_kv.server.api import Limits
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -257,6 +259,21 @@ def test_limits_on_bodies(server: Running) -> None:
             )
             assert b" 413 " in raw.recv(1000).splitlines()[0]
     assert server.complete("import", 3)
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[bool, str] = {}
+
+    def read(text: str) -> Any:
+        threads[len(text) > 2**20] = threading.current_thread().name
+        return read_json(text)
+
+    monkeypatch.setattr("mlx_kv.server.json_http.read_json", read)
+    with running() as server:
+        assert server.complete("import", 3) == server.complete("import", 3, user="x" * 2**20)
+        broken = server.http.post("/v1/completions", content=b"[" * 2**21, headers={"Content-Type": "application/json"})
+        assert "nested more than" in check_error(broken, 400)["message"]
+    assert threads[True] != threads[False]
 
 
 def test_unknown_paths_and_methods(server: Running) -> None:
