@@ -42,7 +42,7 @@ from mlx_kv.generation import grammar as grammars
 from mlx_kv.generation.embedding import Pooling
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.generation.images import MAX_IMAGES
+from mlx_kv.generation.images import GONE, MAX_IMAGES
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import MIN_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
@@ -360,6 +360,29 @@ def _keep_image(part: Mapping[str, Any], images: dict[str, str], fetches: bool) 
     if len(images) > MAX_IMAGES:
         raise FieldError(f"is one image too many: a request has at most {MAX_IMAGES} different ones")
     return f"image-{_drawn}-{digest}"
+
+
+def collected_images() -> Mapping[str, str]:
+    """URLs of the images of the request that is validated, so far; none where the model reads none."""
+    kept = _images.get()
+    return {} if kept is None else kept[0]
+
+
+def restore_images(text: str, urls: Mapping[str, str]) -> str:
+    """A text of an earlier request, with its images added to those of the request that is validated.
+
+    Args:
+        urls: of images by the digests in their marks; a note stands for others, and for all where the model reads none.
+    """
+    images, _ = _images.get() or (None, False)
+
+    def restored(mark: re.Match[str]) -> str:
+        if images is None or mark[1] not in urls or len(images) >= MAX_IMAGES:
+            return GONE
+        images[mark[1]] = urls[mark[1]]
+        return mark[0]
+
+    return IMAGE_MARK.sub(restored, text)
 
 
 def joined_text(gap: str = "") -> BeforeValidator:

@@ -26,6 +26,7 @@ from mlx_kv.generation.images import GONE
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.vision import Image
 from mlx_kv.server.api import HttpSettings, Limits
+from mlx_kv.server.requests import collect_images, part_text, restore_images
 from mlx_kv.server.rows import Models, WorkerSettings
 from mlx_kv.server.served import Served
 
@@ -209,15 +210,44 @@ def test_marks_that_a_client_writes_are_text(seeing: Running) -> None:
     check_error(seeing.post("/v1/chat/completions", messages=too_many, max_tokens=2), 400)
 
 
-def test_a_conversation_that_goes_on_has_a_note_for_its_images(seeing: Running) -> None:
-    parts = [{"type": "input_image", "image_url": url(71)}, {"type": "input_text", "text": "so?"}]
-    first = seeing.post("/v1/responses", input=[{"role": "user", "content": parts}], max_output_tokens=16).json()
+def going_on(server: Running, first: dict[str, Any], seen: list[dict[str, Any]]) -> tuple[int, int]:
+    """Tokens of a prompt that continues a response, and of the same conversation as a whole, its first turn as seen."""
     later = {"previous_response_id": first["id"], "input": "and?", "max_output_tokens": 16}
-    answer = seeing.post("/v1/responses", **later).json()
-    said = first["output"][0]["content"][0]["text"]
-    note = [{"role": "user", "content": f"{GONE}\nso?"}, {"role": "assistant", "content": said}]
-    whole = seeing.post("/v1/chat/completions", messages=[*note, {"role": "user", "content": "and?"}], max_tokens=16)
-    assert answer["usage"]["input_tokens"] == whole.json()["usage"]["prompt_tokens"]
+    answer = server.post("/v1/responses", **later).json()
+    said = {"role": "assistant", "content": first["output"][0]["content"][0]["text"]}
+    messages = [*asked(*seen), said, {"role": "user", "content": "and?"}]
+    whole = server.post("/v1/chat/completions", messages=messages, max_tokens=16).json()
+    return answer["usage"]["input_tokens"], whole["usage"]["prompt_tokens"]
+
+
+def test_a_conversation_that_goes_on_has_its_images(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [{"type": "input_image", "image_url": url(seed)} for seed in (71, 72)]
+    body = {"input": [{"role": "user", "content": [*parts, {"type": "input_text", "text": "so?"}]}]}
+    first = seeing.post("/v1/responses", **body, max_output_tokens=16).json()
+    before = encoded(seeing)
+    one, whole = going_on(seeing, first, [image(71), text("\n"), image(72), text("\nso?")])
+    assert one == whole
+    assert encoded(seeing) == before
+    third = {"input": "what?", "previous_response_id": first["id"], "max_output_tokens": 16}
+    second = seeing.post("/v1/responses", **third).json()  # it has them from the first
+    assert second["usage"]["input_tokens"] > 60
+    monkeypatch.setattr(seeing.api._conversations, "_image_bytes", 2 * len(url(72)) - 1)
+    first = seeing.post("/v1/responses", **body, max_output_tokens=16).json()
+    one, whole = going_on(seeing, first, [text(f"{GONE}\n"), image(72), text("\nso?")])
+    assert one == whole
+
+
+def test_images_of_a_conversation_do_not_reach_a_model_without_sight(seeing: Running) -> None:
+    with collect_images(True) as images:
+        mark = part_text(image(73))
+    assert list(images.values()) == [url(73)]
+    assert restore_images(mark, images) == GONE
+    with collect_images(False):
+        assert restore_images(mark, images) == GONE
+    with collect_images(True) as again:
+        assert restore_images(f"a {mark} b", images) == f"a {mark} b"
+        assert again == images
+        assert restore_images(mark, {}) == GONE
 
 
 def test_ollama_knows_that_the_model_sees_and_refuses_images_of_raw_prompts(seeing: Running) -> None:

@@ -157,13 +157,13 @@ def test_responses_that_are_kept(reasoner: Running) -> None:
 def test_the_oldest_responses_are_let_go() -> None:
     kept = Conversations(max_bytes=250)
     for number in range(3):
-        kept.keep({"id": str(number), "output": "x" * 60}, [])
+        kept.keep({"id": str(number), "output": "x" * 60}, [], {})
     with pytest.raises(ApiError, match="no longer"):
         kept.find("0")
     kept.find("1")
-    kept.keep({"id": "3", "output": "x" * 60}, [])
+    kept.keep({"id": "3", "output": "x" * 60}, [], {})
     assert kept.find("1").response["id"] == "1"  # it was asked for last
-    kept.keep({"id": "4", "output": "x" * 400}, [])
+    kept.keep({"id": "4", "output": "x" * 400}, [], {})
     with pytest.raises(ApiError, match="or no longer"):
         kept.find("4")
 

@@ -9,14 +9,13 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.generation.images import GONE
 from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.handler import ParsedRequest
@@ -45,7 +44,7 @@ ECHOED: dict[str, Any] = {
     "user": None,
 }
 PREFIXES = {chat.Reasoning: "rs", chat.Text: "msg", chat.Call: "fc"}
-MAX_BYTES = 32 * 2**20  # of JSON
+MAX_BYTES, IMAGE_BYTES = 32 * 2**20, 64 * 2**20  # of JSON; of images
 LOGPROBS = "message.output_text.logprobs"
 
 # --- items of the input -----------------------------------------------------------------------------------------------
@@ -308,19 +307,22 @@ class Conversations:
     """Responses in memory, which later requests can continue or read; the least recently used is dropped first.
 
     Args:
-        max_bytes: of all of them.
+        max_bytes: of all of them, without their images.
+        image_bytes: of all images; those in the least recently used conversations are dropped first.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self._nbytes = max_bytes, 0
+    def __init__(self, max_bytes: int = MAX_BYTES, image_bytes: int = IMAGE_BYTES) -> None:
+        self._max_bytes, self._nbytes, self._image_bytes = max_bytes, 0, image_bytes
+        self._images: OrderedDict[str, str] = OrderedDict()  # URLs by the digests in their marks
         self._by_id: OrderedDict[str, Conversation] = OrderedDict()
 
-    def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        """Stores a response, unless it is larger than the limit; images by a note alone."""
+    def keep(self, response: dict[str, Any], messages: list[dict[str, Any]], images: Mapping[str, str]) -> None:
+        """Stores a response, unless it is larger than the limit.
+
+        Args:
+            images: URLs by the digests in the marks of messages.
+        """
         written = json.dumps(messages)
-        if requests.IMAGE_MARK.search(written):
-            written = requests.IMAGE_MARK.sub(GONE, written)
-            messages = json.loads(written)
         nbytes = len(json.dumps(response)) + len(written)
         if nbytes > self._max_bytes:
             return
@@ -328,6 +330,22 @@ class Conversations:
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes:
             self._nbytes -= self._by_id.popitem(last=False)[1].nbytes
+        for digest in requests.IMAGE_MARK.findall(written):
+            if digest in images:
+                self._images[digest] = images[digest]
+                self._images.move_to_end(digest)
+        while sum(map(len, self._images.values())) > self._image_bytes:
+            self._images.popitem(last=False)
+
+    def continued(self, name: str) -> list[dict[str, Any]]:
+        """The messages up to the end of a response, for the request that is validated.
+
+        Raises:
+            ApiError: as `find`.
+        """
+        written = json.dumps(self.find(name, "previous_response_id").messages)
+        messages: list[dict[str, Any]] = json.loads(requests.restore_images(written, self._images))
+        return messages
 
     def find(self, name: str, param: str | None = None) -> Conversation:
         """A response by its id.
@@ -360,6 +378,7 @@ class ResponseWriter(OutputWriter):
         messages: of the chat so far, without instructions.
         tools: of the request, by the names by which models call them.
         conversations: where it is stored; None stores it nowhere.
+        images: as of `Conversations.keep`.
     """
 
     def __init__(
@@ -369,9 +388,10 @@ class ResponseWriter(OutputWriter):
         tools: dict[str, FunctionTool],
         model: str,
         conversations: Conversations | None,
+        images: Mapping[str, str],
     ) -> None:
         self._messages, self._conversations, self._blocks = messages, conversations, Blocks()
-        self._tools = tools
+        self._tools, self._images = tools, images
         self._ids: dict[int, str] = {}  # of items, by their index
         self._number = 0  # of events
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of texts, by their index
@@ -422,7 +442,7 @@ class ResponseWriter(OutputWriter):
         }
         if self._conversations is not None:
             message = chat.Message("assistant", [block.part for block in self._blocks.all])
-            self._conversations.keep(response, [*self._messages, *message.as_chat()])
+            self._conversations.keep(response, [*self._messages, *message.as_chat()], self._images)
         return response
 
     def _status(self, status: str) -> dict[str, Any]:
@@ -536,13 +556,15 @@ class ResponsesDialect:
     def __call__(self, body: Any, rules: RequestRules) -> ParsedRequest:
         parsed = ResponseBody.parse(body, rules.unknown)
         before = parsed.previous_response_id
-        messages = [] if before is None else self._conversations.find(before, "previous_response_id").messages
+        messages = [] if before is None else self._conversations.continued(before)
         messages = messages + as_messages(parsed.input)
         request = parsed.completion_request(rules, messages)
         conversations = self._conversations if parsed.store else None
         echoed = {name: value for name, value in body.items() if value is not None and name != "truncation"}
         tools = {tool.flat_name: tool for tool in parsed.tools}
-        return ParsedRequest(request, lambda model: ResponseWriter(echoed, messages, tools, model, conversations))
+        kept = echoed, messages, tools
+        images = requests.collected_images()
+        return ParsedRequest(request, lambda model: ResponseWriter(*kept, model, conversations, images))
 
 
 def as_messages(items: list[Item]) -> chat.Messages:
