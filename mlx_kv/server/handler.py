@@ -676,7 +676,7 @@ class CompletionResponse(Response):
             seconds, usage = time.monotonic() - self._since, Usage.of(self._choices)
             admission.metrics.duration.labels(endpoint).observe(seconds)
             log.info(
-                "request %s: %s %d, %d of %d prompt tokens reused, %d tokens, %.2f s",
+                "request %s: %s %d, %d of %d prompt tokens cached, %d tokens, %.2f s",
                 *(self._id, scope["path"], status, usage.cached, usage.prompt_tokens, usage.generated, seconds),
             )
 

@@ -201,12 +201,12 @@ def test_an_answered_request_has_an_id_in_its_header_and_in_the_log(
         drawn = server.http.post(
             "/v1/completions", json={**PLAIN, "stream": True}, headers={"X-Request-Id": "two\twords"}
         )
-        server.wait_until(lambda: caplog.text.count(" prompt tokens reused, ") == 2)
+        server.wait_until(lambda: caplog.text.count(" prompt tokens cached, ") == 2)
     assert own.headers["x-request-id"] == "client-7.a"
     assert re.fullmatch(r"[0-9a-f]{32}", drawn.headers["x-request-id"])
     prompt = own.json()["usage"]["prompt_tokens"]
-    said = [record.message for record in caplog.records if " prompt tokens reused, " in record.message]
-    whole = rf"request client-7\.a: /v1/completions 200, \d+ of {prompt} prompt tokens reused, 3 tokens, \d+\.\d\d s"
+    said = [record.message for record in caplog.records if " prompt tokens cached, " in record.message]
+    whole = rf"request client-7\.a: /v1/completions 200, \d+ of {prompt} prompt tokens cached, 3 tokens, \d+\.\d\d s"
     assert re.fullmatch(whole, said[0])
     assert said[1].startswith(f"request {drawn.headers['x-request-id']}: ")
 
