@@ -27,7 +27,7 @@ from mlx_kv import PromptMemory, SpeculationStatistics
 from mlx_kv.generation.admission import tokens_of
 from mlx_kv.generation.sequence import TokenSequence
 
-HISTORIES = 250
+HISTORIES = 200
 PARTS = 5  # of the test
 MODELS = 12  # of a process, at once
 REREADS = ("8 bits from 30 on", "the newest as they came")  # what is read again of these, is quantised at other places
