@@ -913,8 +913,8 @@ class KVCache:
 
     @property
     def nbytes_full(self) -> int:
-        """Bytes that all tokens read so far would take if none had been evicted or overwritten."""
-        return sum(max(0, row.offset) for row in self.rows) * self.bytes_per_slot
+        """Bytes that all tokens read so far would take if none had been evicted or overwritten, with the residual."""
+        return sum(max(0, row.offset) for row in self.rows) * self.bytes_per_slot + self.nbytes_residual
 
     # --- mlx-lm's names
 

@@ -590,8 +590,15 @@ class SegmentedCache:
 
     @property
     def nbytes_live(self) -> int:
-        """Bytes of the slots that hold a token, and of newest tokens as they came."""
-        return sum(cache.nbytes_live for cache in self.parts) + sum(segment.nbytes for segment in self.segments)
+        """Bytes of the slots that hold a token, and of newest tokens as they came; of segments, what rows read now."""
+        read: dict[Segment, int] = {}  # tokens; rows may have segments that none reads yet, beside slots of their own
+        for chain, (cache, row) in zip(self._chains, self.places, strict=True):
+            left = cache.rows[row].shared
+            for segment, count in chain:
+                read[segment] = max(read.get(segment, 0), min(left, count))
+                left = max(0, left - count)
+        shared = sum(segment.nbytes * count // segment.tokens for segment, count in read.items())
+        return sum(cache.nbytes_live for cache in self.parts) + shared
 
     @property
     def nbytes_full(self) -> int:

@@ -667,8 +667,7 @@ def serve(
 
     def started(url: str) -> None:
         say(f"note: {worker.memory_in_words}")
-        names = [each.names.name if len(served) > 1 else setups[0].name for each in served]
-        say(f"{', '.join(names)} at {url}/v1, chat at {url}/chat, memory at {url}/")
+        say(f"{', '.join(each.names.name for each in served)} at {url}/v1, chat at {url}/chat, memory at {url}/")
 
     try:
         return serve_http(

@@ -63,6 +63,65 @@ def test_rows_in_memory() -> None:
         assert server.http.get("/memory").json()["rows"] == []
 
 
+SHARED, TOO_FEW = LONG[:3000], LONG[:900]  # some 300 tokens are not worth to be read from one place
+SEEN = {
+    "all tokens": (CachePolicy(), SHARED),
+    "too few to share": (CachePolicy(), TOO_FEW),
+    "8 bits": (CachePolicy(bits=8), SHARED),
+    "a residual": (CachePolicy(bits=4, residual_length=64), SHARED),
+    "a budget": (CachePolicy(budget=256, keep_recent=32), SHARED),
+    "a window": (CachePolicy(max_kv_size=256), SHARED),
+}
+
+
+@pytest.mark.parametrize(("policy", "beginning"), SEEN.values(), ids=SEEN)
+def test_the_figures_of_the_page_follow_from_its_rows(policy: CachePolicy, beginning: str) -> None:
+    """Six prompts, five of which begin alike, while they are answered and afterwards."""
+    alike = [f"{beginning}\n# {number}\n" for number in range(5)]
+    with running(policy, prompt_memory_bytes=PLENTY) as server, ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(server.post, prompt=prompt, max_tokens=60) for prompt in (*alike, "class Other:\n" * 20)]
+        seen, args = [], server.worker.default.models.model.args
+        while not all(each.done() for each in asked):
+            seen.append(server.http.get("/memory").json())
+            time.sleep(0.02)
+        answers = [each.result().json() for each in asked]
+        server.wait_until_empty()
+        after = server.http.get("/memory").json()
+        kept = sum(served.rows.prefixes.memory.nbytes for served in server.worker.served)
+    slot = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * 4  # float32
+    slot = {8: slot * 9 // 32, 4: slot * 5 // 32}.get(policy.bits, slot)  # with scales and biases
+    checked = 0
+    for report in seen:
+        rows = report["rows"]
+        states = [row["state"] for row in rows]
+        assert report["waiting"] == states.count("waiting") + report["in_flight"] - len(rows)
+        assert report["bytes_live"] <= report["bytes_full"]
+        assert report["bytes_live"] <= report["bytes_allocated"]
+        if states != ["decoding"] * len(asked) or not all(row["layers"] for row in rows):
+            continue  # of a row that has just ended, the totals may still have the bytes
+        layers = [layer for row in rows for layer in row["layers"]]
+        assert all(layer["layers"] == args.num_hidden_layers for layer in layers)
+        shared = max(layer["shared"] for layer in layers)  # once, by all rows that have it
+        live = shared + sum(layer["live"] - layer["shared"] for layer in layers)
+        residual = report["bytes_full"] - slot * sum(layer["offset"] for layer in layers)
+        assert (residual > 0) == (policy.residual_length > 0)
+        assert report["bytes_live"] == slot * live + residual
+        evicted = [layer["evicted"] for row in rows for layer in row["layers"] if not row["cached_tokens"]]
+        assert report["tokens_evicted"] >= (policy.budget is not None) * sum(evicted)  # copied ones count once
+        checked += 1
+    assert checked > 0
+    used = [answer["usage"] for answer in answers]
+    assert after["generated_tokens"] == sum(each["completion_tokens"] for each in used)
+    assert after["generated_tokens"] == sum(after["history"]["since_start"]["tokens"])
+    reused = [each["prompt_tokens_details"]["cached_tokens"] for each in used]
+    assert after["prefix_hits"] == sum(count > 0 for count in reused) == 4
+    assert after["prefix_hits"] + after["prefix_misses"] == len(answers)
+    assert sorted(match["reused_tokens"] for match in after["prefixes"]) == sorted(reused)
+    assert after["prompt_memory"] == kept
+    assert after["active_memory"] >= after["weights"]
+    assert (after["rows"], after["in_flight"], after["bytes_live"], after["bytes_full"]) == ([], 0, 0, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, PLENTY], ids=["read by the engine", "read with checkpoints"])
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(budget=128, keep_recent=32)])
