@@ -210,7 +210,7 @@ OTHER_PAGES = {
     "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads)",
     "models": "several models under one limit: [several models](several-models.md#what-is-in-memory)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
-    "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
+    "peers": "four servers side by side: [comparison](comparison.md#figures)",
     "ranks": "several machines: [clusters](clusters.md)",
     "file_questions": "quality of scores, questions about files: [evaluation results](eval-results.md)",
     "images": "images: [images](images.md#measured)",
