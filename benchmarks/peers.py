@@ -22,10 +22,11 @@ hangups: the prompts of `own`, and as many clients again that want 32,000 tokens
 
 Tokens per second are those of all clients that stay over the time until the last of them is done. First token is the
 median over them, from sending; in `long` it is that of the long prompt, and in `hangups` that of the client that comes
-later. Pause is the longest time between two pieces of text of a stream. Peak is the most resident memory of the process
-(VmHWM), with the weights. Ratios are ours over the other's. Servers take turns, round by round; medians of rounds. A
-run in which a request fails, or that takes more than --patience seconds, counts as failed and has no figures. The last
-line is one JSON object.
+later. Pause is the longest time between two pieces of text of a stream. CPU is the processor time of the server from
+the first of these requests to the last answer, which other work on the machine hardly changes. Peak is the most
+resident memory of the process (VmHWM), with the weights. Ratios are ours over the other's. Servers take turns, round by
+round; medians of rounds. A run in which a request fails, or that takes more than --patience seconds, counts as failed
+and has no figures. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -107,6 +108,13 @@ def peak(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken; 0 where that is not known."""
+    path = Path(f"/proc/{pid}/stat")
+    fields = path.read_text().rpartition(")")[2].split() if path.exists() else ["0"] * 13
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def completion(
     client: httpx.Client, model: str, request: Request, streaming: Event | None = None
 ) -> tuple[list[float], int]:
@@ -141,7 +149,7 @@ def measure(words: list[str], model: str, workload: str, asked: list[Request], p
     ):
         try:
             completion(client, model, first._replace(tokens=4))
-            began, events = time.perf_counter(), [Event() for _ in together]
+            began, worked, events = time.perf_counter(), cpu_seconds(pid), [Event() for _ in together]
             jobs = [
                 pool.submit(completion, client, model, request, event)
                 for request, event in zip(together, events, strict=True)
@@ -169,6 +177,7 @@ def measure(words: list[str], model: str, workload: str, asked: list[Request], p
             "tokens_per_second": round(sum(count for _, count in results) / seconds, 2),
             "first_token_s": round(firsts[-1] if later else statistics.median(firsts), 3),
             "pause_s": round(max(float(np.diff(pieces).max(initial=0)) for pieces, _ in results[: len(together)]), 3),
+            "cpu_s": round(cpu_seconds(pid) - worked, 1),
             "peak_gb": round(peak(pid) / 1e9, 3),
         }
 
