@@ -219,6 +219,7 @@ OTHER_PAGES = {
     "shared_prefix": "shared prefixes: [batches](batches.md#shared-prefixes)",
     "shared_store": "servers that share a store: [clusters](clusters.md#several-servers-one-store)",
     "uneven_heads": "heads with different budgets: [budgets](budgets.md)",
+    "windows": "windows of a real model: [windows](windows.md#on-a-real-model)",
 }
 WITHOUT_PAGE = {
     "clients": "checks the answers that clients receive; no times",
