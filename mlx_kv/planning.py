@@ -523,16 +523,21 @@ def device_dtype(config: dict[str, Any]) -> str:
     return "bfloat16"
 
 
+def device_memory() -> int | None:
+    """Bytes of the device, or those that macOS recommends to use of a Mac's; None if they are unknown."""
+    if not on_cpu():
+        return gpu_memory()
+    memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    container = Path("/sys/fs/cgroup/memory.max")
+    if container.exists() and (text := container.read_text().strip()).isdigit():
+        memory.append(int(text))
+    return min(memory)
+
+
 def default_limit() -> int | None:
     """A share of the device's memory in bytes; None if its size is unknown.
 
-    What macOS recommends to use of a Mac's memory leaves room for others already, so a larger share is taken of that.
+    What macOS recommends leaves room for others already, so a larger share is taken of that.
     """
-    if on_cpu():
-        memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-        container = Path("/sys/fs/cgroup/memory.max")
-        if container.exists() and (text := container.read_text().strip()).isdigit():
-            memory.append(int(text))
-        return int(DEVICE_SHARE * min(memory))
-    size, macos = gpu_memory(), "max_recommended_working_set_size" in mx.device_info()
-    return None if size is None else int((RECOMMENDED_SHARE if macos else DEVICE_SHARE) * size)
+    size, macos = device_memory(), "max_recommended_working_set_size" in mx.device_info()
+    return None if size is None else int((RECOMMENDED_SHARE if macos and not on_cpu() else DEVICE_SHARE) * size)

@@ -28,4 +28,6 @@ def stand_ins() -> dict[str, str]:
         f"mlx.launch {words}": f"mlx.launch -n 2 --starting-port {free_ports(1)[0]}"
         for words in ("-n 2", "--hostfile hosts.json")
     }
-    return launched | {"--model MODEL": "--model reference", "--link-address mac-1": "--link-address 127.0.0.1"}
+    hub = "--model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
+    model = dict.fromkeys((hub, "--model MODEL"), "--model reference")
+    return launched | model | {"--link-address mac-1": "--link-address 127.0.0.1"}

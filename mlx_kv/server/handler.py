@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ from mlx_kv.server.output import (
     answer_state,
     marks_of,
 )
-from mlx_kv.server.remote_images import MAX_REMOTE
+from mlx_kv.server.remote_images import AT_ONCE, MAX_REMOTE
 from mlx_kv.server.requests import (
     IMAGE_MARK,
     CompletionRequest,
@@ -518,6 +518,7 @@ class RequestHandler:
         self._readers = {served: ModelReader(served, worker, limits, unknown) for served in worker.served}
         # Tokenizers are fast, but a long prompt in the event loop would delay the tokens of other requests.
         self._tokenizing = ThreadPoolExecutor(1, "mlx-kv tokenizer")
+        self._fetching = ThreadPoolExecutor(AT_ONCE, "mlx-kv images")  # slow sites delay images alone
 
     async def answer(self, http: Request, dialect: Dialect) -> Response:
         """The response to a request, whole or streamed."""
@@ -590,8 +591,9 @@ class RequestHandler:
         self._worker.keep_alive(served, keep_alive)
 
     def close(self) -> None:
-        """Ends the threads of tokenizers and grammars after their current task."""
+        """Ends the threads of tokenizers, images and grammars after their current task."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
         for reader in self._readers.values():
             reader.grammars.close()
 
@@ -607,21 +609,26 @@ class RequestHandler:
 
     async def _tokens(self, reader: ModelReader, request: CompletionRequest) -> list[ImagePrompt]:
         if (fetch := self._limits.fetch_image) is not None:
-            remote = {digest: url for digest, url in request.images.items() if not str(url).startswith("data:")}
-            if len(remote) > MAX_REMOTE:
-                raise ApiError(
-                    400, f"{len(remote)} images have URLs, of at most {MAX_REMOTE}: send contents", "messages"
-                )
-            contents, left = dict[str, str | bytes](), MAX_BYTES
-            try:  # here, since a slow site would keep the tokenizer from others
-                for digest, url in remote.items():
-                    contents[digest] = await asyncio.to_thread(fetch, str(url), left)
-                    left -= len(contents[digest])
-            except ValueError as error:
-                raise ApiError(400, str(error), "messages") from None
-            request = replace(request, images={**request.images, **contents})
+            request = replace(request, images=await self._fetch(request.images, fetch))
         encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: reader.encode(request))
         return await asyncio.wrap_future(encoding)
+
+    async def _fetch(
+        self, images: Mapping[str, str | bytes], fetch: Callable[[str, int], bytes]
+    ) -> dict[str, str | bytes]:
+        """Images with their contents in place of URLs. Raises ApiError, 400."""
+        fetched, left = dict(images), MAX_BYTES
+        remote = {digest: url for digest, url in images.items() if isinstance(url, str) and not url.startswith("data:")}
+        if len(remote) > MAX_REMOTE:
+            message = f"{len(remote)} images have URLs, of at most {MAX_REMOTE}: send contents"
+            raise ApiError(400, message, "messages")
+        try:
+            for digest, url in remote.items():
+                fetched[digest] = content = await asyncio.wrap_future(self._fetching.submit(fetch, url, left))
+                left -= len(content)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+        return fetched
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

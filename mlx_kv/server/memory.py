@@ -25,9 +25,10 @@ from mlx_kv.cache.row_classes import MAX_PADDING
 from mlx_kv.generation.prefill import next_room
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
-from mlx_kv.planning import DEVICE_SHARE, RowMemory, default_limit
+from mlx_kv.planning import RowMemory, default_limit, device_memory
 from mlx_kv.prefixes.index import shared
 
+UNKNOWN_MEMORY = 5 * 2**30  # bytes of a device that does not say
 RESOLUTION = 1000  # gaps between positions below this fraction of a row are closed
 log = logging.getLogger("mlx_kv.server")
 
@@ -170,7 +171,7 @@ class MemoryLimit:
         """Bytes for cached prefixes at most: as many as given, or else what is for rows, or a quarter of the device."""
         if nbytes is not None:
             return nbytes
-        return int((default_limit() or 2**32) / DEVICE_SHARE / 4) if self.for_rows is None else self.for_rows
+        return (device_memory() or UNKNOWN_MEMORY) // 4 if self.for_rows is None else self.for_rows
 
     def refusal(self, plan: RowPlan, prompt: int, answer: int) -> str | None:
         """An error message if a prompt and an answer of so many tokens do not fit without other rows, else None."""

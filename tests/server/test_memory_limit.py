@@ -16,7 +16,7 @@ from mlx_kv import CachePolicy, planning
 from mlx_kv.generation import sequence
 from mlx_kv.generation.prefill import TwoPassPrefill
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.planning import DEVICE_SHARE, Layer, RowMemory, default_limit
+from mlx_kv.planning import Layer, RowMemory, default_limit
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server import memory
 from mlx_kv.server.api import Limits
@@ -235,7 +235,7 @@ def test_kept_prompts_make_room_for_rows() -> None:
 def test_prompts_are_kept_in_what_the_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MemoryLimit(1000, 400).for_prompts(None) == 600
     assert MemoryLimit(1000, 400).for_prompts(50) == 50
-    monkeypatch.setattr(memory, "default_limit", lambda: int(DEVICE_SHARE * 8000))
+    monkeypatch.setattr(memory, "device_memory", lambda: 8000)
     assert MemoryLimit().for_prompts(None) == 2000  # a quarter of the device, whose weights need more than its share
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -97,6 +98,26 @@ def test_a_slow_site_has_so_many_seconds(site: str) -> None:
 def test_a_site_that_accepts_and_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ValueError, match="did not come within"):
         here(f"http://127.0.0.1:{silent.getsockname()[1]}/x", seconds=0.3)
+
+
+def test_a_handshake_that_comes_byte_by_byte_has_so_many_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16,384 bytes begins
+                for _ in range(60):
+                    connection.sendall(b"\x02")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match="did not come within"):
+            here(f"https://127.0.0.1:{server.getsockname()[1]}/x", seconds=0.4)
+        assert time.monotonic() - begin < 2
+        thread.join()
 
 
 @pytest.mark.parametrize("url", ["http://localhost:{}/image", "http://127.0.0.1:{}/image", "http://[::1]:{}/image"])

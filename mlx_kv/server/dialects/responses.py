@@ -296,11 +296,12 @@ class ResponseBody(requests.ChatFields):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A response, and the messages of the chat up to its end."""
+    """A response, and the messages of the chat up to its end, with the digests of their images."""
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
     nbytes: int
+    images: list[str]
 
 
 class Conversations:
@@ -326,11 +327,12 @@ class Conversations:
         nbytes = len(json.dumps(response)) + len(written)
         if nbytes > self._max_bytes:
             return
-        self._by_id[response["id"]] = Conversation(response, messages, nbytes)
+        marked = requests.IMAGE_MARK.findall(written)
+        self._by_id[response["id"]] = Conversation(response, messages, nbytes, marked)
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes:
             self._nbytes -= self._by_id.popitem(last=False)[1].nbytes
-        for digest in requests.IMAGE_MARK.findall(written):
+        for digest in marked:
             if digest in images:
                 self._images[digest] = images[digest]
                 self._images.move_to_end(digest)
@@ -343,8 +345,12 @@ class Conversations:
         Raises:
             ApiError: as `find`.
         """
-        written = json.dumps(self.find(name, "previous_response_id").messages)
-        messages: list[dict[str, Any]] = json.loads(requests.restore_images(written, self._images))
+        conversation = self.find(name, "previous_response_id")
+        if not conversation.images:
+            return conversation.messages
+        messages: list[dict[str, Any]] = json.loads(
+            requests.restore_images(json.dumps(conversation.messages), self._images)
+        )
         return messages
 
     def find(self, name: str, param: str | None = None) -> Conversation:
