@@ -8,8 +8,9 @@ vllm-mlx and Rapid-MLX need other versions of MLX, so each is in an environment 
 vllm-mlx==0.6.0 "mlx[cpu]==0.32.4"`, `pip install rapid-mlx==0.16.10 "mlx[cpu]==0.32.4"`); without --vllm-mlx or
 --rapid-mlx it is left out. On a Linux CPU all servers get the same tuned BLAS.
 
-Each server is a new process for each workload. First it answers one prompt, then --clients clients send one streamed
-greedy completion each, at once:
+Each server is a new process for each workload, with an empty home folder: vllm-mlx and Rapid-MLX keep prompts there
+when they end, and would find those of earlier runs. First it answers one prompt, then --clients clients send one
+streamed greedy completion each, at once:
 
 shared:  prompts of --shared tokens in common (about; the first prompt has them, too) and 40 of their own.
 own:     prompts of 300 tokens with nothing in common.
@@ -25,8 +26,9 @@ median over them, from sending; in `long` it is that of the long prompt, and in 
 later. Pause is the longest time between two pieces of text of a stream. CPU is the processor time of the server from
 the first of these requests to the last answer, which other work on the machine hardly changes. Peak is the most
 resident memory of the process (VmHWM), with the weights. Ratios are ours over the other's. Servers take turns, round by
-round; medians of rounds. A run in which a request fails, or that takes more than --patience seconds, counts as failed
-and has no figures. The last line is one JSON object.
+round, in alternating order; medians of rounds, with the least and the greatest in `range`: compare servers only where
+these do not overlap. A run in which a request fails, or that takes more than --patience seconds, counts as failed and
+has no figures. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -139,12 +142,13 @@ def completion(
 
 def measure(words: list[str], model: str, workload: str, asked: list[Request], patience: float) -> dict[str, float]:
     """The figures of one server, in a process of its own; none if a request fails."""
-    environment = os.environ | ({"LD_PRELOAD": blas} if (blas := tuned_blas()) else {})
+    preloaded = {"LD_PRELOAD": blas} if (blas := tuned_blas()) else {}
     later = workload in ("long", "hangups")
     first, *together = asked[:-1] if later else asked
     with (
-        ThreadPoolExecutor(len(asked)) as pool,  # outermost: the end of the server ends its requests
-        process(words, environment) as (url, pid),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home,
+        ThreadPoolExecutor(len(asked)) as pool,  # outside the server, whose end ends its requests
+        process(words, os.environ | preloaded | {"HOME": home}) as (url, pid),
         httpx.Client(base_url=url, timeout=patience, limits=httpx.Limits(max_connections=None)) as client,
     ):
         try:
@@ -195,6 +199,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a run failed")
     options = parser.parse_args()
+    options.model = str(Path(options.model).resolve())  # Rapid-MLX knows a model by its whole path
     tokenizer = mlx_kv.load(options.model)[1]
     servers = {
         "mlx_kv": [*OURS, "--model", options.model],
@@ -214,14 +219,16 @@ def main() -> None:
                 print(f"{workload:<7} {name:<9} {runs[name][-1] or 'failed'}", file=sys.stderr)
         good = {name: [run for run in each if run] for name, each in runs.items()}
         found = {name: medians(each) if each else {} for name, each in good.items()}
+        for name, each in found.items():
+            ranges = {key: [min(run[key] for run in good[name]), max(run[key] for run in good[name])] for key in each}
+            found[name] = each | {"range": ranges, "failed": options.rounds - len(good[name])}
         for name in [name for name in found if name != "mlx_kv"]:
-            ratios = {
-                f"{key}_ratio": round(found["mlx_kv"][key] / value, 3)
-                for key, value in found[name].items()
-                if value and key in found["mlx_kv"]
+            found[name] |= {
+                f"{key}_ratio": round(found["mlx_kv"][key] / found[name][key], 3)
+                for key in found[name]["range"]
+                if key in found["mlx_kv"] and found[name][key]
             }
-            found[name] |= ratios
-        line[workload] = {name: each | {"failed": options.rounds - len(good[name])} for name, each in found.items()}
+        line[workload] = found
     print(json.dumps(line))
 
 
