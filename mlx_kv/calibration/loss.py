@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.cache.codecs import Centre
-from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration
+from mlx_kv.cache.eviction.calibration import Answers, BitsLoss, Calibration
 from mlx_kv.calibration.texts import FactQuestions, Talk, fact_questions
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -192,7 +192,7 @@ SHARES = (2, 4, 8)  # a half, a quarter and an eighth of a context are kept
 
 def measure_answers(
     model: nn.Module, tokenizer: Any, calibration: Calibration, progress: Callable[[], None] = lambda: None
-) -> dict[str, Any] | None:
+) -> Answers | None:
     """The share of right answers about facts in contexts that no calibration reads, by budget; None without English.
 
     A context is compressed once, before its questions are seen. An answer is right if the model predicts each of its

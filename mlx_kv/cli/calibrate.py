@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ Examples:
 """
 MAX_SKIPPED = 5  # files that are listed
 TOP_HEADS = 5
-LEGIBLE = 0.5  # share of right answers with all tokens kept, below which a model does not understand the questions
 
 
 def head_lines(calibration: Calibration) -> list[str]:
@@ -65,8 +63,11 @@ def bits_lines(calibration: Calibration) -> list[str]:
     return [f"bits        auto: {chosen}", *(f"            {in_words(loss)}" for loss in ends if loss != smallest)]
 
 
-def answers_lines(answers: Mapping[str, Any]) -> list[str]:
+def answers_lines(calibration: Calibration) -> list[str]:
     """A table of the answers that are right under budgets, before and after the calibration."""
+    from mlx_kv.cache.eviction.calibration import LEGIBLE
+
+    answers = calibration.details["answers"]
     count, context = answers["questions"], answers["context"]
     full = f"{100 * answers['full']:.0f}%"
     rows = [["tokens kept", "before", "after"], [f"{context:,} (all)", full, full]]
@@ -78,6 +79,8 @@ def answers_lines(answers: Mapping[str, Any]) -> list[str]:
     lines += [f"            {line}" for line in aligned(rows)]
     if answers["full"] < LEGIBLE:
         lines.append("            this model rarely answers with all tokens kept: its answers say little about budgets")
+    if calibration.loses_answers:
+        lines.append("            worse: --kv-budget does not use this calibration, unless --kv-calibration names the file")
     return lines
 
 
@@ -253,7 +256,7 @@ def print_summary(output: Path, calibration: Calibration, seconds: float, peak: 
     if calibration.losses:
         lines += bits_lines(calibration)
     if details.get("answers") is not None:
-        lines += answers_lines(details["answers"])
+        lines += answers_lines(calibration)
     lines.append(f"memory      {human_bytes(peak)} at the peak")
     lines.append(f"file        {output.stat().st_size / 1000:,.1f} kB: {output}")
     click.echo("\n".join(lines), err=True)

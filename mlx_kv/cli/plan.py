@@ -285,7 +285,14 @@ def plan(
         draw(title, line, planner.compare(compared, line, batch_size, shared_prefix), contexts, plot)
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
     facts |= {"shared_prefix": shared_prefix} if shared_prefix else {}
+    stored = model_from_config(config, DTYPES[dtype])
+    quantize_as_stored(stored, config)
+    weights, per_token = weight_bytes(stored), 0 if planned_refused else planner.row(planned.policy).per_token
     if as_json:
+        facts |= {"weights": weights, "bytes_per_token": per_token}
+        if memory_limit is not None:
+            room = max(memory_limit - weights, 0)
+            facts |= {"memory_limit": memory_limit, "tokens_in_limit": room // per_token if per_token else None}
         answer = {
             "layers": [layer_json(*each) for each in caches.items()],
             "strategies": [asdict(row) | {"refused": row.refused and str(row.refused)} for row in rows],
@@ -305,9 +312,7 @@ def plan(
         copies = planner.compare([planned], contexts, batch_size)[0]
         lines += shared_lines(planner.shares_up_to(planned.policy), shared_prefix, copies, contexts)
     if not planned_refused:
-        stored = model_from_config(config, DTYPES[dtype])
-        quantize_as_stored(stored, config)
-        lines.append(weights_line(weight_bytes(stored), memory_limit, planner.row(planned.policy).per_token))
+        lines.append(weights_line(weights, memory_limit, per_token))
         lines.append(server_line(planner, planned.policy, batch_size))
     lines.append(NOT_INCLUDED)
     if parts is not None:

@@ -205,7 +205,13 @@ class PolicyOptions(PolicySettings):
             click.UsageError, ValueError: as `policy` and `calibration_for`.
         """
         needed = self.budget is not None or self.measured is not None
-        policy = self.policy(self.calibration_for(model, name) if needed else None)
+        calibration = self.calibration_for(model, name) if needed else None
+        policy = self.policy(calibration)
+        if self.budget is not None and self._leaves_out(calibration):
+            say(
+                "note: --kv-budget does not use the calibration that was found, since fewer answers were right with "
+                "it: --kv-calibration FILE uses it"
+            )
         if self.bits == cast(Any, AUTO):
             say(f"--kv-bits {AUTO} is {as_options(policy)}, as mlx-kv calibrate measured")
         elif self.measured is None and name not in bundled_models() and _too_coarse(policy, model):
@@ -233,12 +239,21 @@ class PolicyOptions(PolicySettings):
         from mlx_kv.policy import CachePolicy
 
         values = {each.name: getattr(self, each.name) for each in fields(PolicySettings)}
-        return CachePolicy(**values | self.stored() | {"calibration": calibration if self.budget is not None else None})
+        unused = self.budget is None or self._leaves_out(calibration)
+        return CachePolicy(**values | self.stored() | {"calibration": None if unused else calibration})
+
+    def _leaves_out(self, calibration: Calibration | None) -> bool:
+        """Whether a budget is better without a calibration, which nobody asked for: it was found."""
+        asked = self.calibration_file is not None or self._calibrated_options()
+        return calibration is not None and calibration.loses_answers and not asked
+
+    def _calibrated_options(self) -> list[str]:
+        """The options of a budget that need a calibration."""
+        return [option for name, option in CALIBRATED.items() if getattr(self, name) == option.partition(" ")[2]]
 
     def _need_calibration(self) -> list[str]:
         """The options that need a calibration."""
-        needs = [option for name, option in CALIBRATED.items() if getattr(self, name) == option.partition(" ")[2]]
-        return needs if self.measured is None else [self.measured, *needs]
+        return [*([] if self.measured is None else [self.measured]), *self._calibrated_options()]
 
     # --- the calibration ----------------------------------------------------------------------------------------------
 

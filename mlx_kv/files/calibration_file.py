@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_kv.bundled import FOLDER as BUNDLED
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.codecs import Centre
-from mlx_kv.cache.eviction.calibration import BitsLoss, Calibration, FittedLayer, Rotation
+from mlx_kv.cache.eviction.calibration import Answers, BitsLoss, Calibration, FittedLayer, Rotation
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.serialization import model_fingerprint
@@ -100,6 +100,7 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
         metadata = decode(file.words, Metadata)
         heads = decode(read_json(metadata.heads), list[list[float]])
         details = decode(read_json(metadata.details), dict[str, Any])
+        decode(details.get("answers"), Answers | None)  # type: ignore[arg-type]
         losses = tuple(decode(read_json(metadata.losses), list[BitsLoss]))
         arrays = dict(file.arrays)
         centres = tuple(

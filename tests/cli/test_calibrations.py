@@ -84,6 +84,34 @@ def test_one_that_is_found_is_used(
     assert policies[4].calibration == calibration
 
 
+def test_one_that_loses_answers_is_used_where_it_is_named(
+    command: Command, model: Path, calibration: Calibration, policies: Any
+) -> None:
+    def store(full: float, before: float, after: float) -> None:
+        check = {"budget": 8, "before": before, "after": after}
+        answers = {"context": 16, "questions": 24, "full": full, "budgets": [check]}
+        save_calibration(beside(model), replace(calibration, details={"answers": answers}))
+
+    unused = "note: --kv-budget does not use the calibration that was found, since fewer answers were right with it"
+    store(1.0, 0.9, 0.4)
+    assert unused in command("generate", "--model", model, *GENERATE).err
+    assert (policies[0].calibration, policies[0].score) == (None, "key_diff")
+    for named in (["--kv-calibration", beside(model)], ["--kv-score", "fitted"], ["--kv-layers", "calibrated"]):
+        done = command("generate", "--model", model, *GENERATE, *named)
+        assert (done.code, unused in done.err) == (0, False), done.err
+        assert policies[-1].calibration == calibration
+    for good in ((1.0, 0.4, 0.9), (0.2, 0.1, 0.0)):  # better, or of a model that does not understand the questions
+        store(*good)
+        assert unused not in command("generate", "--model", model, *GENERATE).err
+        assert policies[-1].calibration == calibration
+
+
+def test_a_check_of_answers_that_is_none_is_refused(model: Path, calibration: Calibration) -> None:
+    save_calibration(beside(model), replace(calibration, details={"answers": {"full": 1.0, "budgets": 3}}))
+    with pytest.raises(ValueError, match="was damaged"):
+        mlx_kv.load_calibration(beside(model))
+
+
 def test_one_of_another_model_is_ignored_or_refused(
     command: Command, model: Path, calibration: Calibration, policies: Any
 ) -> None:

@@ -232,6 +232,9 @@ def test_weights_and_what_a_limit_leaves_beside_them(command: Any, reference: An
     left = 10**8 - weights
     assert f"Weights take {weights / 1e6:.2f} MB; a limit of 100.00 MB leaves {left / 1e6:.2f} MB for requests" in said
     assert f" and cached prompts: {left // of_a_token:,} tokens.\n" in said
+    facts = json.loads(command("plan", "--model", "reference", "--memory-limit", "100MB", "--json").out)
+    assert f"{facts['tokens_in_limit']:,} tokens" in said
+    assert facts["tokens_in_limit"] == (100_000_000 - facts["weights"]) // facts["bytes_per_token"]
     small = command("plan", "--model", "reference", "--memory-limit", "5MB").out
     assert f"Weights take {weights / 1e6:.2f} MB, more than the limit of 5.00 MB.\n" in small
 

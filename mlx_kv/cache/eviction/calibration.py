@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import mlx.core as mx
 
@@ -26,12 +26,30 @@ from mlx_kv.settings import SettingError, is_number, shown
 
 FITTED = "fitted"
 SCORE_PREFIX = f"{FITTED}:"
+LEGIBLE = 0.5  # share of right answers with all tokens kept, below which a model does not understand the questions
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
 ANEW = "run mlx-kv calibrate anew, without --budgets-only"
 TINY_NORM = 1e-6
 TINY_SHARE = 1e-5  # added to shares of attention before their logarithm is taken
 BLOCK = 1024  # tokens at once: features are a second copy of keys and values in float32
 MAX_LOG = 10.0  # of a predicted logarithm, which is below 0 wherever the fit holds
+
+
+class BudgetAnswers(TypedDict):
+    """Shares of right answers under a budget of so many tokens, without a calibration and with it."""
+
+    budget: int
+    before: float
+    after: float
+
+
+class Answers(TypedDict):
+    """Questions about a context of so many tokens, the share answered right with all of them, and under budgets."""
+
+    context: int
+    questions: int
+    full: float
+    budgets: list[BudgetAnswers]
 
 
 # --- the fitted score -------------------------------------------------------------------------------------------------
@@ -233,6 +251,14 @@ class Calibration:
                 "calibrate without --budgets-only"
             )
         return Score(SCORE_PREFIX + self.name, fitted_score(self.layers), per_token=True)
+
+    @property
+    def loses_answers(self) -> bool:
+        """Whether the model answered fewer of the questions about budgets right with it than without it."""
+        answers: Answers | None = self.details.get("answers")
+        if not answers or answers["full"] < LEGIBLE:
+            return False
+        return sum(row["after"] - row["before"] for row in answers["budgets"]) < 0
 
     def smallest_bits(self, max_loss: float = MAX_LOSS) -> BitsLoss | None:
         """The bits with the fewest bytes a token whose loss and standard error are within a bound; None: no bits are.
