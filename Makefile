@@ -7,10 +7,12 @@
 #   make bench      the benchmarks, into docs/performance.md; MODEL=build/smollm2: with those of a real checkpoint
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
-#   make fresh      README.md, generate.md and recipes.md as a newcomer has them: a clone, an empty home, no packages; some
-#                   minutes, and a package index; ALL=1: there must be one
+#   make fresh      the commands of README.md and generate.md, and the examples of settings.md, as a newcomer has them: a clone,
+#                   an empty home, no packages; some minutes, and a package index; ALL=1: there must be one; AGENTS=FOLDER:
+#                   also that Claude Code and opencode, which npm has installed there, change a file
 #   make upstream   the tests on the newest mlx, mlx-lm and mlx-vlm, in an environment of its own; TESTS="tests/cache ..."
-#   make dist       what a release uploads, into dist/, checked; TAG=v0.3.0: the version must be that
+#   make dist       what a release uploads, into dist/, checked; TAG=v0.4.0: the version must be that
+#   make announce   a release on GitHub with this version's part of CHANGELOG.md; TAG=v0.4.0
 #   make constraints  constraints.txt and constraints-cuda.txt anew: one version of everything
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
@@ -23,7 +25,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test test-all lint bench docs pythons fresh upstream dist constraints families clean
+.PHONY: generate check test test-all lint bench docs pythons fresh upstream dist announce constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -54,7 +56,7 @@ pythons: $(VENV)/.dev
 	$(VENV)/bin/python tools/pythons.py $(if $(ALL),--all)
 
 fresh: | $(VENV)/bin/python
-	$(VENV)/bin/python tools/fresh.py $(if $(ALL),--all)
+	$(VENV)/bin/python tools/fresh.py $(if $(ALL),--all) $(if $(AGENTS),--agents $(AGENTS))
 
 upstream: $(VENV)/.dev
 	$(VENV)/bin/python tools/upstream.py $(if $(PROCESSES),--processes $(PROCESSES)) $(TESTS)
@@ -65,6 +67,10 @@ dist: $(VENV)/.dev
 	rm -rf dist
 	$(VENV)/bin/python -m build --outdir dist .
 	MLX_KV_DIST="$(CURDIR)/dist" $(VENV)/bin/python -m pytest tests/test_wheel.py
+
+announce:
+	@awk '/^## \[/{on = index($$0, "[$(TAG:v%=%)]")} on' CHANGELOG.md | sed 's|](docs/|](../../blob/$(TAG)/docs/|g' \
+	  | gh release create "$(TAG)" --verify-tag --title "mlx-kv $(TAG:v%=%)" --notes-file -
 
 constraints: $(VENV)/.dev
 	$(VENV)/bin/python tools/constraints.py

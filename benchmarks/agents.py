@@ -5,9 +5,10 @@
     python benchmarks/agents.py --programs agents [--clients claude,codex] [--model build/smollm2] [--turns 4]
 
 Claude Code, Codex, opencode and Qwen Code, each with an empty home and the limits that it has by itself, and an agent
-of pydantic-ai, are asked in each turn to read a file, call their own tool for it, and answer. What the model says is
-written by a script: a grammar with one text holds each answer to it, so all else is the server's: templates, caches,
-tokens, streams. Without --model, the model has two thin layers with random weights, 131,072 positions, and the
+of pydantic-ai, are asked in each turn to read a file, call their own tool for it, and answer. With --edit they are at
+last asked to change one, and `edited` says whether it did (not pydantic-ai's, which has no tool for it). What the model
+says is written by a script: a grammar with one text holds each answer to it, so all else is the server's: templates,
+caches, tokens, streams. Without --model, the model has two thin layers with random weights, 131,072 positions, and the
 tokenizer of the bundled one. With it, a real one has a chat template that shows calls, but no tools where its context
 is short: they are most of what agents send.
 
@@ -45,6 +46,12 @@ READERS = {  # tools that read a file, and their argument for its name
     "exec_command": "cmd",
     "shell": "command",
 }
+EDITORS = {  # tools that replace a text in a file, and their arguments for its name, what is there and what comes there
+    "Edit": ("file_path", "old_string", "new_string"),
+    "edit": ("filePath", "oldString", "newString"),
+    "replace": ("file_path", "old_string", "new_string"),
+}
+EDIT = "Read the file {file} please, and replace the word {old} by {new} in it."
 TEMPLATE = r"""{%- for message in messages %}
 {{- "<|im_start|>" + ("user" if message.role == "tool" else message.role) + "\n" }}
 {%- if message.role == "tool" %}{{ "<tool_response>" + message.content + "</tool_response>" }}
@@ -61,23 +68,42 @@ CONTEXT = 32_768  # positions that a model has at least: what it says is the scr
 
 
 def answer(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> str:
-    """What the script says: a call of a tool that reads the file, or after its result an answer."""
+    """What the script says: a call of a tool that reads the file or changes it, or after its result an answer."""
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     reader = next((name for name in READERS if name in functions), None)
-    last = messages[-1]
-    asked = [re.findall(r"Read the file (\S+) please", message["content"]) for message in messages]
-    names = [name for found in asked for name in found]
-    if last["role"] == "tool" or reader is None or not names:
-        return f"The file has been read ({len(names)})."
+    asked = [
+        (index, found)
+        for index, message in enumerate(messages)
+        for found in re.findall(r"Read the file (\S+) please(?:, and replace the word (\w+) by (\w+))?", message["content"])
+    ]
+    done = sum(message["role"] == "tool" for message in messages[asked[-1][0] :]) if asked else 0  # calls since then
+    name, old, new = asked[-1][1] if asked else ("", "", "")
+    if reader is None or not asked or done > bool(old):
+        return f"The file has been read ({len(asked)})."
     known = functions[reader].get("properties", {})
     argument = READERS[reader] if READERS[reader] in known else next(iter(known), READERS[reader])
-    value: Any = names[-1] if argument not in ("cmd", "command") else f"cat {names[-1]}"
-    value = value.split() if known.get(argument, {}).get("type") == "array" else value
-    return f"<tool_call>{json.dumps({'name': reader, 'arguments': {argument: value}})}</tool_call>"
+    value: Any = name
+    if argument in ("cmd", "command"):
+        value = f"sed -i s/{old}/{new}/ {name}" if done else f"cat {name}"
+        value = value.split() if known.get(argument, {}).get("type") == "array" else value
+    elif done:
+        editor = next((each for each in EDITORS if each in functions), "Edit")
+        return call(editor, dict(zip(EDITORS[editor], (name, old, new), strict=True)))
+    return call(reader, {argument: value})
 
 
-def serve(folder: str, log: Path, words: list[str]) -> None:
-    """A server whose answers are the script's; writes a line for each answer into a log, and its own log beside it."""
+def call(tool: str, arguments: dict[str, Any]) -> str:
+    """As the template shows calls."""
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+def serve(folder: str, log: Path | None, words: list[str]) -> None:
+    """A server whose answers are the script's; writes a line for each answer into a log, and its own log beside it.
+
+    Args:
+        log: None for neither.
+        words: more options.
+    """
     from mlx_kv.cli.main import command
     from mlx_kv.generation import grammar
     from mlx_kv.generation.sequence import common_prefix
@@ -112,8 +138,10 @@ def serve(folder: str, log: Path, words: list[str]) -> None:
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    ModelReader._encode_chat, CompletionResponse.__call__ = scripted, record  # type: ignore[method-assign]
-    os.dup2(os.open(log.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    ModelReader._encode_chat = scripted  # type: ignore[method-assign]
+    if log is not None:
+        CompletionResponse.__call__ = record  # type: ignore[method-assign]
+        os.dup2(os.open(log.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     command(["serve", "--model", folder, "--log-level", "INFO", *words])
 
 
@@ -177,7 +205,16 @@ class Client:
         """Asks for a turn; returns what the client says."""
         notes = self._at / f"notes{turn}.txt"
         notes.write_text(f"Notes of turn {turn}: " + "what was decided. " * 20)
-        asked = f"Read the file {notes} please."
+        return self._run(f"Read the file {notes} please.", turn)
+
+    def edits(self, turn: int) -> bool:
+        """Asks to change a file; returns whether the client did so."""
+        file = self._at / "stock.py"
+        file.write_text("shelf = []\n")
+        self._run(EDIT.format(file=file, old="shelf", new="shelves"), turn)
+        return file.read_text() == "shelves = []\n"
+
+    def _run(self, asked: str, turn: int) -> str:
         if self.program is None:
             return self._ask_here(asked)
         words, environment = getattr(self, f"_{self.name}")(asked, turn)
@@ -189,7 +226,7 @@ class Client:
         return done.stdout[-2000:] + (f"\n{done.stderr[-2000:]}" if done.returncode else "")
 
     def _claude(self, asked: str, turn: int) -> tuple[list[str], dict[str, str]]:
-        words = [*(["-c"] if turn else []), "-p", asked, "--allowedTools", "Read"]
+        words = [*(["-c"] if turn else []), "-p", asked, "--allowedTools", "Read,Edit"]
         quiet = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER")
         server = {"ANTHROPIC_BASE_URL": self._url, "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": CLAUDE_NAME}
         return words, server | dict.fromkeys(quiet, "1")
@@ -297,6 +334,7 @@ def main() -> None:
     parser.add_argument("--clients", default=",".join(CLIENTS), help="which of them")
     parser.add_argument("--model", help="a folder with a model; two thin layers otherwise")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--edit", action="store_true", help="at last, let each change a file")
     for hidden in ("--serve", "--make", "--log"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     given, words = parser.parse_known_args()
@@ -305,7 +343,7 @@ def main() -> None:
     if given.make:
         make_model(Path(given.make), given.model)
     elif given.serve:
-        serve(given.serve, Path(given.log), words)
+        serve(given.serve, given.log and Path(given.log), words)
     else:
         run(given)
 
@@ -321,9 +359,10 @@ def run(given: argparse.Namespace) -> None:
                 print(f"{client_name}: skipped, since {client.program} is not there: see --help", flush=True)
                 continue
             requests = converse(client, given.turns, log)
+            edited = client.edits(given.turns) if given.edit and client.program is not None else None
             failed = re.findall(r'"(?:GET|POST|HEAD) [^"]*" [45]\d\d', access.read_text()[seen:])
             print(*failed, sep="\n", end="\n" if failed else "", flush=True)
-            results[client_name] = summary(requests, len(failed))
+            results[client_name] = summary(requests, len(failed)) | ({} if edited is None else {"edited": edited})
     print(json.dumps(results))
 
 

@@ -4,6 +4,7 @@ upload of what tests/test_wheel.py has looked at, which needs no secret. No work
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def test_a_release_uploads_what_was_built_and_checked() -> None:
     (made,) = commands(build)
     assert made == 'make dist TAG="$GITHUB_REF_NAME"'
     assert commands(tried) == ["make pythons ALL=1", "make test-all"]
-    assert set(publish["needs"]) == told["jobs"].keys() - {"publish"}
+    assert set(publish["needs"]) == told["jobs"].keys() - {"publish", "announce"}
+    assert told["jobs"]["announce"]["needs"] == "publish"
     up, down = using(build, "actions/upload-artifact"), using(publish, "actions/download-artifact")
     assert (up["name"], up["path"]) == (down["name"], down["path"]) == ("dist", "dist/")  # the action's own folder
     assert commands(publish) == []  # nothing is built where the rights are
@@ -82,6 +84,7 @@ def test_a_release_has_no_secret() -> None:
     assert using(told["jobs"]["publish"], "pypa/gh-action-pypi-publish") == {}
     rights = {name: job.get("permissions", told["permissions"]) for name, job in told["jobs"].items()}
     assert rights.pop("publish") == {"id-token": "write"}
+    assert rights.pop("announce") == {"contents": "write"}
     assert set(map(str, rights.values())) == {"{'contents': 'read'}"}
 
 
@@ -92,6 +95,19 @@ def test_make_dist_builds_once_and_has_the_tests_look_at_that() -> None:
     assert build.endswith("-m build --outdir dist .")
     assert check.startswith(f'MLX_KV_DIST="{ROOT}/dist" ')
     assert check.endswith(" -m pytest tests/test_wheel.py")
+
+
+def test_a_release_is_announced_with_its_part_of_the_changelog(tmp_path: Path) -> None:
+    gh = tmp_path / "gh"
+    gh.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words; cat > {tmp_path}/notes\n')
+    gh.chmod(0o755)
+    tag = f"v{mlx_kv.__version__}"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["make", "announce", f"TAG={tag}"], cwd=ROOT, env=os.environ | {"PATH": path}, check=True)
+    notes = (tmp_path / "notes").read_text()
+    assert re.findall(r"^## \[(.*?)\]", notes, re.M) == [mlx_kv.__version__]
+    assert f"](../../blob/{tag}/docs/upgrading.md" in notes
+    assert (tmp_path / "words").read_text().startswith(f"release create {tag} --verify-tag")
 
 
 def test_a_tag_of_another_version_builds_nothing(tmp_path: Path) -> None:

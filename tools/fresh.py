@@ -1,11 +1,13 @@
-"""README.md, docs/generate.md and docs/recipes.md as a newcomer has them: a clone, an empty home, Python, git and make.
+"""README.md, docs/generate.md and the examples in docs/settings.md as a newcomer has them: a clone, an empty home, Python, git and make.
 
-    python tools/fresh.py [--all]
+    python tools/fresh.py [--all] [--agents FOLDER]
 
 Clones what this checkout has committed, and runs there what the pages show, in their order: `make generate` and
 `make test` set themselves up from a package index, the rest runs in the environment that they made. What is not as it
 stands: PYTEST_ADDOPTS tells `make test` a few files (all of them are `make test` itself), `pip install` only looks what
-it would do. Ends in one JSON line: seconds for each part. Without a package index nothing can be
+it would do. With --agents, Claude Code and opencode, which `npm install --prefix FOLDER` has put there (versions:
+benchmarks/agents.py), change a file as the README sets them up; the model is written by a script, all else is as the
+README has it. Ends in one JSON line: seconds for each part. Without a package index nothing can be
 tried: it says so, and with --all that is an error. Knows nothing about what pages claim: their tests do.
 """
 
@@ -15,6 +17,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,15 +25,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
 sys.path.append(str(ROOT / "tests"))
 
 import recipes  # noqa: E402
-from pages import Block, Shell, blocks  # noqa: E402
+from pages import ADDRESS, Block, Shell, blocks  # noqa: E402
 
-# Besides Python, git and make: what every system has, and Makefile, README or recipes use.
+# Besides Python, git and make: what every system has, and Makefile, README or examples use.
 SYSTEM = (
     "sh",
     "bash",
@@ -48,7 +52,7 @@ SYSTEM = (
     "mktemp",
 )
 OF_THE_INDEX = ("PIP_", "SSL_CERT", "REQUESTS_CA", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")  # where packages come from
-PAGES = ("README.md", "docs/generate.md", "docs/recipes.md")
+PAGES = ("README.md", "docs/generate.md", "docs/settings.md")
 SHORT_TEST = "--quick tests/cache/test_rings.py tests/files/test_serialization.py"
 LONGEST = 900.0  # seconds of one command: packages of some hundred MB are fetched
 ASKED = "click"  # any package that we need
@@ -109,9 +113,11 @@ def try_pages(folder: Path, told: dict[str, str]) -> dict[str, float]:
     binaries = {**told, "PATH": f"{clone / '.venv' / 'bin'}{os.pathsep}{told['PATH']}", "PYTEST_ADDOPTS": SHORT_TEST}
     seconds: dict[str, float] = {}
     for page in PAGES:
-        # What the others show is not the output of the commands above it: tests/test_readme.py compares it.
-        left_out = "" if page == "docs/recipes.md" else "shown"
-        found = [block for block in blocks((clone / page).read_text(encoding="utf-8")) if block.kind != left_out]
+        found = list(blocks((clone / page).read_text(encoding="utf-8")))
+        if page == "docs/settings.md":
+            found = [block for block in found if block.heading.startswith(recipes.EXAMPLE)]
+        else:  # what is shown there is not the output of the commands above it: tests/test_readme.py compares it
+            found = [block for block in found if block.kind != "shown"]
         for heading, parts in itertools.groupby(found, lambda block: block.heading):
             instead, begin = recipes.stand_ins(), time.perf_counter()
             with Shell(clone, binaries, instead, recipes.VARIES, LONGEST) as shell:
@@ -123,9 +129,53 @@ def try_pages(folder: Path, told: dict[str, str]) -> dict[str, float]:
     return seconds
 
 
+def try_agents(folder: Path, told: dict[str, str], programs: Path) -> dict[str, bool]:
+    """Whether Claude Code and opencode change a file, with the settings and the server of the README.
+
+    Args:
+        folder: with the clone, in which `make generate` has run.
+        programs: of npm, with both clients.
+    """
+    clone, work = folder / "mlx-kv", folder / "work"
+    python, model = clone / ".venv" / "bin" / "python", folder / "scripted"
+    scripted = [python, "benchmarks/agents.py"]
+    model.mkdir()
+    subprocess.run([*scripted, "--make", model], cwd=clone, env=told, check=True)
+    # The command, with a model whose answers a script writes.
+    (folder / "commands").mkdir()
+    server = folder / "commands" / "mlx-kv"
+    words = " ".join(f'"{word}"' for word in (python, clone / "benchmarks" / "agents.py", "--serve", model))
+    server.write_text(f'#!/bin/sh\nshift\nexec {words} "$@"\n')
+    server.chmod(0o755)
+    page = (clone / "README.md").read_text(encoding="utf-8")
+    page = page[page.index("## A coding agent") : page.index("## The caches")]
+    (serve,) = [line for block in blocks(page) for line in block.commands if line.startswith("mlx-kv serve")]
+    (exports,) = [block for block in blocks(page) if block.text.startswith("export ")]
+    (settings,) = [block for block in blocks(page) if block.text.startswith("{")]
+    binaries = [folder / "commands", programs / "node_modules" / ".bin", Path(shutil.which("node") or "").parent]
+    told = {**told, "PATH": os.pathsep.join([*map(str, binaries), told["PATH"]])}
+    found = {}
+    with Shell(clone, told, {serve: re.sub(r"--model \S+ ", "", serve)}) as shell:
+        shell.run(serve)
+        for name, run in (("claude", 'claude -p "{}" --allowedTools Read,Edit'), ("opencode", 'opencode run "{}"')):
+            file = work / name / "shelf.py"
+            file.parent.mkdir(parents=True)
+            file.write_text("shelf = []\n")
+            subprocess.run(["git", "init", "-q", "."], cwd=file.parent, env=told, check=True)
+            (file.parent / "opencode.json").write_text(settings.text.replace(ADDRESS, shell.instead[ADDRESS]))
+            asked = run.format(f"Read the file {file} please, and replace the word shelf by shelves in it.")
+            with Shell(file.parent, told, shell.instead) as client:
+                client.run("\n".join([*(line for line in exports.commands if line != "claude"), f"{asked} < /dev/null"]))
+            found[name] = file.read_text() == "shelves = []\n"
+            print(f"{name}: {'changed the file' if found[name] else 'did NOT change the file'}", file=sys.stderr)
+        shell.end_servers()
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="that no package index is reached is an error")
+    parser.add_argument("--agents", type=Path, help="where npm has installed Claude Code and opencode")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -135,7 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"no package index can be reached, so nothing was tried: {why}", file=sys.stderr)
             print(json.dumps({"skipped": why}))
             return 1 if options.all else 0
-        print(json.dumps(try_pages(folder, told)))
+        found: dict[str, Any] = dict(try_pages(folder, told))
+        if options.agents is not None:
+            found |= try_agents(folder, told, options.agents.resolve())
+        print(json.dumps(found))
+        return 1 if False in found.values() else 0
     return 0
 
 
