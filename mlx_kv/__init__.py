@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from mlx_kv.ranks.group import RankGroup, join_ranks
     from mlx_kv.ranks.splitting import load_part
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 blas.preload()
 

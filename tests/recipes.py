@@ -1,4 +1,4 @@
-"""Of docs/recipes.md: where it is, what stands in for what one machine does not have, and what differs between runs.
+"""Of the examples in docs/settings.md: where they are, what stands in for what one machine does not have, and what differs between runs.
 
 The second machine is a second rank on this one, the model that is split is the bundled one, and ports are free ones.
 """
@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "recipes.md"
+PAGE = HERE.parent / "docs" / "settings.md"
+EXAMPLE = "Example: "  # how their headings begin
 
 sys.path.append(str(HERE / "ranks"))
 

@@ -31,7 +31,7 @@ from performance_sections import SECTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-ONCE = 7
+ONCE = 6
 COMMENT = re.compile(r"<!-- figures: (.+?) -->", re.S)
 UNITS = (
     "ms|µs|s|seconds?|minutes|microseconds|hours|kB|KB|MB|GB|TB|GFLOP/s|GB/s|tokens/s|tokens (?:per|a) second|times"

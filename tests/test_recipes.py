@@ -1,4 +1,4 @@
-"""docs/recipes.md works: its blocks run as they stand, print what is shown, and what it says of that is so.
+"""The examples in docs/settings.md work: their blocks run as they stand and print what is shown.
 
 What stands in for what is not here says `recipes.py`.
 """
@@ -15,7 +15,9 @@ import pytest
 import recipes
 from pages import ADDRESS, Block, Shell, blocks, empty_environment, fresh_checkout
 
-PAGE = list(blocks(recipes.PAGE.read_text(encoding="utf-8")))
+PAGE = [
+    block for block in blocks(recipes.PAGE.read_text(encoding="utf-8")) if block.heading.startswith(recipes.EXAMPLE)
+]
 Follow = Callable[[str], list[str]]
 
 pytestmark = pytest.mark.slow
@@ -33,10 +35,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture
 def follow(shell: Shell) -> Follow:
-    """Runs a recipe, and returns what each of its blocks that run has printed."""
+    """Runs an example, and returns what each of its blocks that run has printed."""
 
-    def run(heading: str) -> list[str]:
-        found = [block for block in PAGE if block.heading == heading]
+    def run(name: str) -> list[str]:
+        found = [block for block in PAGE if block.heading == f"{recipes.EXAMPLE}{name}"]
         assert found
         return [said for block in found for said in [shell.run_block(block)] if block.kind != "shown"]
 
@@ -48,14 +50,13 @@ def number(pattern: str, text: str) -> float:
     return float(found.replace(",", ""))
 
 
-def test_every_recipe_has_what_it_should() -> None:
-    headings = list(dict.fromkeys(block.heading for block in PAGE))
-    assert len(headings) == 6
-    for section in recipes.PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
-        assert section.partition("\n")[0] in headings
-        assert [section.count(part) for part in ("**What it costs.**", "**What can go wrong.**")] == [1, 1]
-    kinds = {heading: {block.kind for block in PAGE if block.heading == heading} for heading in headings}
-    assert all({"commands", "shown"} <= each for each in kinds.values())
+def test_every_case_has_an_example() -> None:
+    cases = recipes.PAGE.read_text(encoding="utf-8").split("\n## ")[3:]  # behind those of size and of budget
+    assert len(cases) == 6
+    for case in cases:
+        assert [case.count(part) for part in ("\nWatch out:\n", f"\n### {recipes.EXAMPLE}")] == [1, 1]
+    for heading in {block.heading for block in PAGE}:
+        assert {"commands", "shown"} <= {block.kind for block in PAGE if block.heading == heading}
 
 
 def test_what_is_shown_must_have_been_printed(shell: Shell) -> None:
@@ -68,7 +69,7 @@ def test_what_is_shown_must_have_been_printed(shell: Shell) -> None:
 
 
 def test_a_long_chat(follow: Follow, shell: Shell) -> None:
-    _plan, talked, went_on = follow("A long chat on a laptop")
+    talked, went_on = follow("a chat under a small budget")
     held, evicted = (number(rf"^{word} +([\d,]+)", talked) for word in ("held", "evicted"))
     assert 256 <= held - evicted <= 256 + 128  # a margin
     assert number(r"^held +([\d,]+)", went_on) == held
@@ -81,7 +82,7 @@ def test_a_long_chat(follow: Follow, shell: Shell) -> None:
 
 
 def test_fifty_users(follow: Follow) -> None:
-    _server, said = follow("Fifty users, one system prompt")
+    _server, said = follow("fifty users, one system prompt")
     first, alone = number(r"user: (\d+)", said), number(r"read, ([\d.]+) MB kept", said)
     read, asked = number(r"others: (\d+)", said), number(r"of (\d+) tokens", said)
     assert asked > 49 * (first - 10)
@@ -90,7 +91,7 @@ def test_fifty_users(follow: Follow) -> None:
 
 
 def test_an_agent(follow: Follow, shell: Shell) -> None:
-    follow("An agent that edits files")  # how much is drafted there follows the clock, so that is not asserted
+    follow("a file with a change")  # how much is drafted there follows the clock, so that is not asserted
     assert (shell.folder / "drafted.txt").read_bytes() == (shell.folder / "plain.txt").read_bytes() != b""
     (command,) = {line for block in PAGE for line in block.commands if "> drafted.txt" in line}
     fixed = shell.run(command.replace("--draft suffix", "--draft suffix --draft-length fixed"))
@@ -107,13 +108,13 @@ def test_an_agent(follow: Follow, shell: Shell) -> None:
 
 
 def test_a_batch_over_a_folder(follow: Follow, shell: Shell) -> None:
-    follow("A batch over a folder")
+    follow("a folder of files")
     files = {path.name for path in (shell.folder / "docs").glob("c*.md")}
     assert {path.name for path in (shell.folder / "continued").iterdir()} == files
     answers = shell.folder / "folder-answers.jsonl"
     whole = sorted(answers.read_text().splitlines())
     answers.write_text("\n".join(answers.read_text().splitlines()[:3]) + '\n{"id": "mlx')  # killed in the fourth
-    (command,) = {line for block in PAGE if "batch" in block.heading for line in block.commands if "--output" in line}
+    (command,) = {line for block in PAGE if "folder" in block.heading for line in block.commands if "--output" in line}
     assert f"{len(whole) - 3} done, 3 skipped" in shell.run(command).stderr
     assert sorted(answers.read_text().splitlines()) == whole
     prompts = shell.folder / "folder.jsonl"
@@ -123,7 +124,7 @@ def test_a_batch_over_a_folder(follow: Follow, shell: Shell) -> None:
 
 
 def test_a_cache_for_each_document(follow: Follow, shell: Shell) -> None:
-    (said,) = [said for said in follow("A cache for each document") if said]
+    (said,) = [said for said in follow("two processes, one document") if said]
     assert len(list((shell.folder / "documents").glob("*.block"))) >= 3
     program = (shell.folder / "ask.py").read_text().replace('"documents"', '"nothing"')
     (shell.folder / "alone.py").write_text(program)
@@ -134,7 +135,7 @@ def test_a_cache_for_each_document(follow: Follow, shell: Shell) -> None:
 
 
 def test_two_machines(follow: Follow, shell: Shell) -> None:
-    _plan, together, apart = follow("Two machines")
+    _plan, together, apart = follow("two ranks")
     text = shell.run('mlx-kv generate --prompt "import os" --max-tokens 20').stdout.strip()
     assert text
     assert together.strip().startswith(text)

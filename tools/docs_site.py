@@ -27,7 +27,6 @@ PAGES = {
     "mlx_kv/models/recall/MODEL_CARD.md": "models/recall.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
-WIDE = {"families.md"}  # pages of one table, which need the room beside them more than a list of headings
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")  # the file of [text](file#anchor)
 FETCHED = re.compile(r"""<(?:script|img|iframe|source|link)\b[^>]*(?:src|href)=["']?(?:https?:)?//|url\(["']?http""")
 
@@ -48,8 +47,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """The links of a page, from page to page."""
-    if page.file.src_uri in WIDE:
-        page.meta["hide"] = ["toc"]
     # In GitHub's tables a pipe in code has a backslash; MkDocs would show it.
     markdown = re.sub(r"`[^`\n]*`", lambda code: code[0].replace(r"\|", "|"), markdown)
     source, here = source_of(page.file.src_uri), posixpath.dirname(page.file.src_uri)

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent))
-from performance_sections import GPU, INTRODUCTION, MODEL, OTHER_PAGES, SECTIONS, WITHOUT_PAGE, Section
+from performance_sections import GPU, INTRODUCTION, MODEL, OTHER_PAGES, SECTIONS, SERVERS, SINGLE_RUNS, WITHOUT_PAGE, Section
 from performance_tables import rows_of, table
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,7 @@ def page() -> str:
             f"{section.limits} Measured with `{section.command}`"
             + ("." if len(machines) == 1 else f" on {described(found['machine'])}."),
         ]
-    parts += [GPU.strip(), "## Other measurements"]
+    parts += [SERVERS.strip(), GPU.strip(), "## Other measurements"]
     parts.append("\n".join(f"- `benchmarks/{name}.py`: {words}" for name, words in sorted(OTHER_PAGES.items())))
     parts.append("Benchmarks whose results are on no page:")
     parts.append("\n".join(f"- `benchmarks/{name}.py`: {words}" for name, words in sorted(WITHOUT_PAGE.items())))
@@ -176,16 +176,15 @@ def page() -> str:
 
 
 def summary(results: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """A table of all sections."""
+    """A table of all sections: the least of all their ratios, and the greatest of the main ones."""
     lines = ["| section | the ratio is | lowest | highest |", "| --- | --- | ---: | ---: |"]
     for section in SECTIONS:
         if (found := results[section.name]) is not None:
-            ratios = drawn_of(section, found["result"]).values()
+            least = min(row.ratio for row in rows_of(section.name, found["result"]) if row.ratio is not None)
+            most = max(drawn_of(section, found["result"]).values())
             anchor = section.title.lower().replace(" ", "-")
-            lines.append(
-                f"| [{section.title}](#{anchor}) | {section.ratios} | {min(ratios):,.2f} | {max(ratios):,.2f} |"
-            )
-    return "\n".join(lines)
+            lines.append(f"| [{section.title}](#{anchor}) | {section.ratios} | {least:,.2f} | {most:,.2f} |")
+    return "\n".join([*lines, *SINGLE_RUNS])
 
 
 def write_page() -> None:

@@ -214,7 +214,9 @@ OTHER_PAGES = {
     "ranks": "several machines: [clusters](clusters.md)",
     "file_questions": "quality of scores, questions about files: [evaluation results](eval-results.md)",
     "images": "images: [images](images.md#measured)",
-    "room": "requests with large limits, and preemption: [the server](server.md#measured)",
+    "room": "requests with large limits, and preemption: [servers under load](#servers-under-load)",
+    "prefix_soak": "memory at a limit: [servers under load](#servers-under-load)",
+    "soak": "failures under load: [servers under load](#servers-under-load)",
     "server_drafts": "speculation in the server: [drafts](speculative.md#speedup)",
     "shared_prefix": "shared prefixes: [batches](batches.md#shared-prefixes)",
     "shared_store": "servers that share a store: [clusters](clusters.md#several-servers-one-store)",
@@ -226,30 +228,34 @@ WITHOUT_PAGE = {
     "draft_sizes": "chose the size of the bundled draft model",
     "kvpress_equality": "compares kept tokens with kvpress; no times",
     "parsing": "time to parse a request, compared with an older revision of mlx-kv; results are printed, not stored",
-    "prefix_soak": "compares answers; no times",
     "ranks_equal": "compares tokens; no times",
     "ranks_soak": "compares tokens; no times",
-    "soak": "searches for failures under load; no times",
 }
 ELSEWHERE = OTHER_PAGES | WITHOUT_PAGE
 INTRODUCTION = """
 Measured speed and memory of caches, generation and the server, against mlx-lm or the obvious alternative. Use this page
 to see what a feature gains or costs before you enable it; to compare servers, see also
-[batches](batches.md#shared-prefixes).
+[the comparison](comparison.md#figures).
 
 - Both sides take turns in one process (servers: in two processes on one machine), so the load of the machine affects
   both alike. Compare the **ratios**; speeds depend on the machine.
 - A ratio above 1 is in our favour, and below 1 against us. Bars of the pictures begin at 1, on a logarithmic scale.
-- The summary and the pictures contain the main ratios of speed. Tables contain further rows, such as memory and single
-  slow steps, whose ratios may be outside the range in the summary.
+- In the summary, the lowest ratio is that of all rows of a section, single slow steps included; the highest is that of the main
+  ones, which the pictures show.
 - Ratios are medians of rounds: they can differ slightly from the quotient of the two values beside them.
 - The docstring at the top of each file in `benchmarks/` explains what is measured, and what limits the speed.
 
-Terms: a *row* is one sequence of a batch. A *slot* is storage for one token in a cache. A *budget* is a maximum number
-of tokens: a cache that exceeds it evicts the tokens with the lowest *scores*, in a *compaction*.
+Terms are in the [glossary](glossary.md).
 
 `make bench` runs the benchmarks that need only random weights and the bundled models. To run all, create SmolLM2 first:
 `python tools/smollm2.py build/smollm2`, then `make bench MODEL=build/smollm2`. `tools/performance.py` writes this page
 from the results in `docs/performance/`.
 """.strip()
-GPU = Path(__file__).with_name("performance_gpu.md").read_text(encoding="utf-8")  # one run, by hand
+# Single runs, by hand.
+SINGLE_RUNS = (
+    "| [GPU](#gpu), one H200: a server's clients | our throughput / mlx_lm.server's | 0.75 | 1.69 |",
+    "| the same GPU: shared prefixes, where sharing was forced | times as fast as a copy for each row | 0.68 | 1.28 |",
+)
+GPU, SERVERS = (
+    Path(__file__).with_name(f"performance_{name}.md").read_text(encoding="utf-8") for name in ("gpu", "server")
+)

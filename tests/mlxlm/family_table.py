@@ -45,7 +45,7 @@ it with the code.
 | 16-bit | bfloat16 and float16: attention reads the keys and values that the model stored, bit for bit |
 | 8 and 4 bits | keys and values are quantised only once, bit for bit; packed and dequantised attention agree |
 | budget | `budget` and `max_kv_size`: same logits as from a cache of all tokens with the evicted ones masked |
-| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: same log-probabilities for each as alone |
+| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: same log-probabilities for each as alone ([some families](batches.md#limits) read or decode such rows apart) |
 | draft model | speculative decoding in such a batch: same tokens as greedy decoding |
 | trim | 7 tokens are read and trimmed, then others are read: same logits as without the first 7 |
 | files | saved, loaded and continued: bit for bit |
@@ -67,10 +67,15 @@ it with the code.
 tables of budgets and `residual_length` need layers whose attention is *seen*. For other layers they raise an error.
 
 In short: {counts}.
-"""
-NOTES = """A note on a refusal quotes the error:
 
-- A *slot* is storage for one token in a cache.
+## Families without exceptions
+
+Every column but the last is exact.
+"""
+EVERY = "every column"
+USUAL = {column: Verdict("seen" if column == "attention" else "exact", "") for column in COLUMNS}
+NOTES = """A note on a refusal quotes the error (terms: [glossary](glossary.md)):
+
 - "leave it out" refers to the setting that the message names.
 - "read them anew" means to process the tokens again with new caches.
 - "counts slots" and "tells positions by the number of slots": the model computes positions of tokens from the number of
@@ -87,10 +92,22 @@ def render(verdicts: Mapping[str, Mapping[str, Verdict]], kinds: Mapping[str, st
             return verdict.kind
         return f"{verdict.kind} ({notes.setdefault(verdict.reason, len(notes) + 1)})"
 
-    lines = [f"| family | layers | {' | '.join(COLUMNS)} |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    exceptions = []
     for name in sorted(verdicts, key=str.lower):
-        cells = [cell(verdicts[name][column]) for column in COLUMNS]
-        lines.append(f"| {name} | {kinds[name]} | {' | '.join(cells)} |")
+        others = {column: verdict for column, verdict in verdicts[name].items() if verdict != USUAL[column]}
+        if set(others) <= {"attention"} and not verdicts[name]["attention"].reason:
+            groups.setdefault((verdicts[name]["attention"].kind, kinds[name]), []).append(name)
+        elif len(set(verdicts[name].values())) == 1:
+            exceptions.append(f"| {name} | {kinds[name]} | {EVERY}: {cell(verdicts[name]['alone'])} |")
+        else:
+            cells = [f"{column}: {cell(verdict)}" for column, verdict in others.items()]
+            exceptions.append(f"| {name} | {kinds[name]} | {'; '.join(cells)} |")
+    lines = ["| attention | layers | families |", "| --- | --- | --- |"]
+    for (attention, layered), names in sorted(groups.items(), key=lambda group: (group[0][0] != "seen", group[0])):
+        lines.append(f"| {attention} | {layered} | {', '.join(names)} |")
+    lines += ["", "## Exceptions", "", "What is not said is exact, and attention is seen.", ""]
+    lines += ["| family | layers | except |", "| --- | --- | --- |", *exceptions]
     found = Counter(verdict.kind for row in verdicts.values() for verdict in row.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in found.most_common())
     head = HEAD.format(families=len(verdicts), version=version("mlx-lm"), counts=counts)
@@ -118,15 +135,18 @@ def parse(page: str) -> tuple[dict[str, dict[str, Verdict]], dict[str, str]]:
     notes = dict(re.findall(r"^(\d+)\. (.+)$", page, re.MULTILINE))
     found: dict[str, dict[str, Verdict]] = {}
     kinds: dict[str, str] = {}
-    for line in page[page.index("| family |") :].splitlines()[2:]:
-        if not line.startswith("|"):
-            break
-        name, layered, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+    usual, exceptions = page[page.index("In short") :].split("## Exceptions")
+    for attention, layered, names in re.findall(r"^\| (\w+) \| ([^|]+) \| ([^|]+) \|$", usual, re.MULTILINE):
+        for name in [] if attention == "attention" else names.split(", "):
+            kinds[name] = layered
+            found[name] = USUAL | {"attention": Verdict(attention, "")}
+    for name, layered, others in re.findall(r"^\| ([^| ]+) \| ([^|]+) \| ([^|]+:[^|]+) \|$", exceptions, re.MULTILINE):
         kinds[name] = layered
-        found[name] = {}
-        for column, cell in zip(COLUMNS, cells, strict=True):
-            kind, number = re.fullmatch(r"(.*?)(?: \((\d+)\))?", cell).groups()
-            found[name][column] = Verdict(kind, notes[number] if number else "")
+        found[name] = dict(USUAL)
+        for each in others.split("; "):
+            column, kind, number = re.fullmatch(r"(.*?): (.*?)(?: \((\d+)\))?", each).groups()
+            verdict = Verdict(kind, notes[number] if number else "")
+            found[name] |= dict.fromkeys(COLUMNS, verdict) if column == EVERY else {column: verdict}
     return found, kinds
 
 
