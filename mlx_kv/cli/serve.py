@@ -80,10 +80,14 @@ class ServerModel(ModelOptions):
         object.__setattr__(self, "others", (*others, *self._in_directory()))
 
     def _in_directory(self) -> Iterator[str]:
-        found = [] if self.models_dir is None else sorted(self.models_dir.glob("*/config.json"))
-        if self.models_dir is not None and not found:
+        if self.models_dir is None:
+            return
+        folders = [folder for folder in self.models_dir.iterdir() if folder.is_dir()]
+        of_publishers = (each for folder in folders if not (folder / "config.json").exists() for each in folder.iterdir())
+        found = sorted(each for each in (*folders, *of_publishers) if (each / "config.json").exists())
+        if not found:
             raise click.UsageError(f"{self.models_dir} has no directory with a config.json: give one with models in it")
-        return (str(config.parent) for config in found)
+        yield from map(str, found)
 
 
 @dataclass(frozen=True)

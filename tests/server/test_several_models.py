@@ -402,6 +402,11 @@ def test_models_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert names == [str(tmp_path / "one"), str(tmp_path / "two")]
     with pytest.raises(click.UsageError, match=r"has no directory with a config\.json"):
         setups(monkeypatch, "--models-dir", str(tmp_path / "none"))
+    for name in ("none/three", "one/draft"):  # a publisher's model; what belongs to a model is none of its own
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    names = [each.name for each in setups(monkeypatch, "--models-dir", str(tmp_path))]
+    assert names == [str(tmp_path / name) for name in ("none/three", "one", "two")]
 
 
 def test_models_of_a_configuration_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
