@@ -162,7 +162,7 @@ def make_model(folder: Path, model: str | None) -> None:
         for file in folder.glob("model*"):
             file.unlink()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+        sizes |= {"num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
         config = {"model_type": "llama", "vocab_size": config["vocab_size"], "tie_word_embeddings": True, **sizes}
         mx.random.seed(0)
         weights = dict(tree_flatten(Model(ModelArgs.from_dict(config)).parameters()))
