@@ -46,11 +46,9 @@ READERS = {  # tools that read a file, and their argument for its name
     "exec_command": "cmd",
     "shell": "command",
 }
-EDITORS = {  # tools that replace a text in a file, and their arguments for its name, what is there and what comes there
-    "Edit": ("file_path", "old_string", "new_string"),
-    "edit": ("filePath", "oldString", "newString"),
-    "replace": ("file_path", "old_string", "new_string"),
-}
+# Tools that replace a text in a file; their arguments for its name, for what is there and for what comes there.
+EDITORS, EDITED = ("Edit", "edit", "replace"), ("file_path", "old_string", "new_string")
+OPENCODE_EDITED = ("filePath", "oldString", "newString")
 EDIT = "Read the file {file} please, and replace the word {old} by {new} in it."
 TEMPLATE = r"""{%- for message in messages %}
 {{- "<|im_start|>" + ("user" if message.role == "tool" else message.role) + "\n" }}
@@ -88,7 +86,8 @@ def answer(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> str:
         value = value.split() if known.get(argument, {}).get("type") == "array" else value
     elif done:
         editor = next((each for each in EDITORS if each in functions), "Edit")
-        return call(editor, dict(zip(EDITORS[editor], (name, old, new), strict=True)))
+        names = OPENCODE_EDITED if "filePath" in functions.get(editor, {}).get("properties", {}) else EDITED
+        return call(editor, dict(zip(names, (name, old, new), strict=True)))
     return call(reader, {argument: value})
 
 
