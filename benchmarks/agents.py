@@ -49,6 +49,7 @@ READERS = {  # tools that read a file, and their argument for its name
 # Tools that replace a text in a file; their arguments for its name, for what is there and for what comes there.
 EDITORS, EDITED = ("Edit", "edit", "replace"), ("file_path", "old_string", "new_string")
 OPENCODE_EDITED = ("filePath", "oldString", "newString")
+ASKED = re.compile(r"Read the file (\S+) please(?:, and replace the word (\w+) by (\w+))?")
 EDIT = "Read the file {file} please, and replace the word {old} by {new} in it."
 TEMPLATE = r"""{%- for message in messages %}
 {{- "<|im_start|>" + ("user" if message.role == "tool" else message.role) + "\n" }}
@@ -69,11 +70,7 @@ def answer(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> str:
     """What the script says: a call of a tool that reads the file or changes it, or after its result an answer."""
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     reader = next((name for name in READERS if name in functions), None)
-    asked = [
-        (index, found)
-        for index, message in enumerate(messages)
-        for found in re.findall(r"Read the file (\S+) please(?:, and replace the word (\w+) by (\w+))?", message["content"])
-    ]
+    asked = [(index, found) for index, message in enumerate(messages) for found in ASKED.findall(message["content"])]
     done = sum(message["role"] == "tool" for message in messages[asked[-1][0] :]) if asked else 0  # calls since then
     name, old, new = asked[-1][1] if asked else ("", "", "")
     if reader is None or not asked or done > bool(old):

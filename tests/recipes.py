@@ -1,4 +1,4 @@
-"""Of the examples in docs/settings.md: where they are, what stands in for what one machine does not have, and what differs between runs.
+"""The examples in docs/settings.md: what stands in for what one machine does not have, and what differs between runs.
 
 The second machine is a second rank on this one, the model that is split is the bundled one, and ports are free ones.
 """

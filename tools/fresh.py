@@ -1,4 +1,4 @@
-"""README.md, docs/generate.md and the examples in docs/settings.md as a newcomer has them: a clone, an empty home, Python, git and make.
+"""README.md, generate.md and the examples of settings.md as a newcomer has them: a clone, an empty home, Python, make.
 
     python tools/fresh.py [--all] [--agents FOLDER]
 
@@ -164,8 +164,8 @@ def try_agents(folder: Path, told: dict[str, str], programs: Path) -> dict[str, 
             subprocess.run(["git", "init", "-q", "."], cwd=file.parent, env=told, check=True)
             (file.parent / "opencode.json").write_text(settings.text.replace(ADDRESS, shell.instead[ADDRESS]))
             asked = run.format(f"Read the file {file} please, and replace the word shelf by shelves in it.")
-            with Shell(file.parent, told, shell.instead) as client:
-                client.run("\n".join([*(line for line in exports.commands if line != "claude"), f"{asked} < /dev/null"]))
+            lines = [line for line in exports.commands if line != "claude"]
+            Shell(file.parent, told, shell.instead).run("\n".join([*lines, f"{asked} < /dev/null"]))
             found[name] = file.read_text() == "shelves = []\n"
             print(f"{name}: {'changed the file' if found[name] else 'did NOT change the file'}", file=sys.stderr)
         shell.end_servers()

@@ -33,7 +33,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent))
-from performance_sections import GPU, INTRODUCTION, MODEL, OTHER_PAGES, SECTIONS, SERVERS, SINGLE_RUNS, WITHOUT_PAGE, Section
+from performance_sections import (
+    GPU,
+    INTRODUCTION,
+    MODEL,
+    OTHER_PAGES,
+    SECTIONS,
+    SERVERS,
+    SINGLE_RUNS,
+    WITHOUT_PAGE,
+    Section,
+)
 from performance_tables import rows_of, table
 
 ROOT = Path(__file__).parent.parent

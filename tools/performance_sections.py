@@ -240,8 +240,8 @@ to see what a feature gains or costs before you enable it; to compare servers, s
 - Both sides take turns in one process (servers: in two processes on one machine), so the load of the machine affects
   both alike. Compare the **ratios**; speeds depend on the machine.
 - A ratio above 1 is in our favour, and below 1 against us. Bars of the pictures begin at 1, on a logarithmic scale.
-- In the summary, the lowest ratio is that of all rows of a section, single slow steps included; the highest is that of the main
-  ones, which the pictures show.
+- In the summary, the lowest ratio is that of all rows of a section, single slow steps included; the highest is that of
+  the main ones, which the pictures show.
 - Ratios are medians of rounds: they can differ slightly from the quotient of the two values beside them.
 - The docstring at the top of each file in `benchmarks/` explains what is measured, and what limits the speed.
 

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -80,7 +80,7 @@ def answers_lines(calibration: Calibration) -> list[str]:
     if answers["full"] < LEGIBLE:
         lines.append("            this model rarely answers with all tokens kept: its answers say little about budgets")
     if calibration.loses_answers:
-        lines.append("            worse: --kv-budget does not use this calibration, unless --kv-calibration names the file")
+        lines.append("            worse: --kv-budget does not use this calibration unless --kv-calibration names it")
     return lines
 
 

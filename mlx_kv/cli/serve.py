@@ -80,14 +80,13 @@ class ServerModel(ModelOptions):
         object.__setattr__(self, "others", (*others, *self._in_directory()))
 
     def _in_directory(self) -> Iterator[str]:
-        if self.models_dir is None:
-            return
-        folders = [folder for folder in self.models_dir.iterdir() if folder.is_dir()]
-        of_publishers = (each for folder in folders if not (folder / "config.json").exists() for each in folder.iterdir())
-        found = sorted(each for each in (*folders, *of_publishers) if (each / "config.json").exists())
-        if not found:
-            raise click.UsageError(f"{self.models_dir} has no directory with a config.json: give one with models in it")
-        yield from map(str, found)
+        root = self.models_dir
+        # LM Studio has directories of publishers.
+        configs = [] if root is None else [*root.glob("*/config.json"), *root.glob("*/*/config.json")]
+        if root is not None and not configs:
+            raise click.UsageError(f"{root} has no directory with a config.json: give one with models in it")
+        models = {config.parent for config in configs}
+        return (str(model) for model in sorted(models) if model.parent not in models)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ it with the code.
 | 16-bit | bfloat16 and float16: attention reads the keys and values that the model stored, bit for bit |
 | 8 and 4 bits | keys and values are quantised only once, bit for bit; packed and dequantised attention agree |
 | budget | `budget` and `max_kv_size`: same logits as from a cache of all tokens with the evicted ones masked |
-| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: same log-probabilities for each as alone ([some families](batches.md#limits) read or decode such rows apart) |
+| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: same log-probabilities for each as alone |
 | draft model | speculative decoding in such a batch: same tokens as greedy decoding |
 | trim | 7 tokens are read and trimmed, then others are read: same logits as without the first 7 |
 | files | saved, loaded and continued: bit for bit |
@@ -65,6 +65,7 @@ it with the code.
 `budget` and `max_kv_size` limit the number of tokens of a cache: a budget evicts tokens with low scores,
 `max_kv_size` the oldest. [Scores of attention](budgets.md#scores-of-attention), `share="adaptive"`,
 tables of budgets and `residual_length` need layers whose attention is *seen*. For other layers they raise an error.
+Some families read or decode rows of different lengths [apart](batches.md#limits).
 
 In short: {counts}.
 
