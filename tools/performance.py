@@ -163,13 +163,12 @@ def page() -> str:
     parts = ["# Performance", INTRODUCTION]
     if len(machines) == 1:
         parts.append(f"Measured on {machines.copy().pop()}.")
-    parts += ["## Summary", "<!-- figures: tools/performance.py -->", summary(results)]
+    parts += ["## Summary", "<!-- figures: tools/performance.py -->", summary(results), GPU.strip()]
     for section in SECTIONS:
         found = results[section.name]
-        parts += [f"## {section.title}", f"<!-- figures: {section.command.removeprefix('python ')} -->", section.about]
         if found is None:
-            parts.append(f"Not measured here: `{section.command}`.")
             continue
+        parts += [f"## {section.title}", f"<!-- figures: {section.command.removeprefix('python ')} -->", section.about]
         ratios = drawn_of(section, found["result"])
         in_all = f"a ratio of {span(ratios.values())}" if len(ratios) == 1 else f"ratios from {span(ratios.values())}"
         parts += [
@@ -178,10 +177,12 @@ def page() -> str:
             f"{section.limits} Measured with `{section.command}`"
             + ("." if len(machines) == 1 else f" on {described(found['machine'])}."),
         ]
-    parts += [SERVERS.strip(), GPU.strip(), "## Other measurements"]
+    parts += [SERVERS.strip(), "## Other measurements"]
     parts.append("\n".join(f"- `benchmarks/{name}.py`: {words}" for name, words in sorted(OTHER_PAGES.items())))
     parts.append("Benchmarks whose results are on no page:")
     parts.append("\n".join(f"- `benchmarks/{name}.py`: {words}" for name, words in sorted(WITHOUT_PAGE.items())))
+    if missing := [f"- {section.title}: `{section.command}`" for section in SECTIONS if results[section.name] is None]:
+        parts += ["Not measured here:", "\n".join(missing)]
     return "\n\n".join(parts) + "\n"
 
 
