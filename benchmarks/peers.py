@@ -73,8 +73,9 @@ def requests(workload: str, asked: argparse.Namespace, tokenizer: Any) -> list[R
 
     match workload:
         case "shared":
-            beginning = tokenizer.decode(tokenizer.encode(SOURCE[:20_000])[: asked.shared])
-            starts = range(50_000, 50_000 + 700 * (clients + 1), 700)
+            characters = max(20_000, 6 * asked.shared)
+            beginning = tokenizer.decode(tokenizer.encode(SOURCE[:characters])[: asked.shared])
+            starts = range(30_000 + characters, 30_000 + characters + 700 * (clients + 1), 700)
             return [Request(beginning + SOURCE[start : start + 130], tokens) for start in starts]
         case "own":
             return [Request(prompt, tokens) for prompt in distinct(clients + 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -407,6 +408,16 @@ def test_models_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (tmp_path / name / "config.json").write_text("{}")
     names = [each.name for each in setups(monkeypatch, "--models-dir", str(tmp_path))]
     assert names == [str(tmp_path / name) for name in ("none/three", "one", "two")]
+
+
+def test_the_configuration_of_the_operators_page_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, keys = tmp_path / "serve.toml", tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    page = (Path(__file__).parents[2] / "docs" / "operate.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page.replace("/etc/mlx-kv/keys", str(keys)), re.M | re.S)
+    file.write_text(text.replace("/opt/models/qwen3-coder-30b-a3b-4bit", "reference"))
+    (coder,) = setups(monkeypatch, "--config", str(file))
+    assert (coder.name, coder.table.pin, coder.table.alias) == ("coder", True, ("*",))
 
 
 def test_models_of_a_configuration_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
