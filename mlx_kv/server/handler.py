@@ -425,18 +425,14 @@ class ModelReader:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
         limits = [limit for limit in (self._limits.prompt_tokens, context and context - 1) if limit is not None]
         if limits and len(tokens) > min(limits):
-            raise ApiError(
-                400,
-                f"the prompt has {len(tokens):,} tokens, and this server accepts at most {min(limits):,}: shorten it",
-                param,
-                "context_length_exceeded",
-            )  # fmt: skip
+            raise ApiError(400, f"{_too_long(tokens, min(limits))}: shorten it", param, "context_length_exceeded")
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = min(max_tokens, self._limits.answer_tokens or max_tokens)
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
         expected = min(max_tokens, FIRST_EXPECTED)
         if refusal := self.limit().refusal(self.served.plan, len(tokens), expected):
-            raise ApiError(400, refusal, param, "memory_limit_exceeded")
+            longest = self.limit().longest(self.served.plan, len(tokens), expected)
+            raise ApiError(400, f"{_too_long(tokens, longest)}: {refusal}", param, "memory_limit_exceeded")
         vocabulary = self.served.vocabulary
         if request.sampling.logit_bias and (largest := max(request.sampling.biases)) >= vocabulary:
             raise ApiError(400, f"logit_bias has the token {largest}: send ids below {vocabulary:,}", "logit_bias")
@@ -767,3 +763,8 @@ def _as_api_error(raised: Exception) -> ApiError:
         return raised
     log.error("an answer could not be given", exc_info=raised)
     return ApiError(500, "the server failed while it answered: see its log")
+
+
+def _too_long(tokens: Sequence[int], most: int) -> str:
+    """The words by which Claude Code, and agents that know Anthropic's errors, begin to compact a conversation."""
+    return f"prompt is too long: {len(tokens)} tokens > {most} maximum"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -183,6 +184,11 @@ class MemoryLimit:
             f"server has {max(0, self.for_rows or 0) / 1e6:,.1f} MB for keys and values: shorten the prompt, or lower "
             "max_tokens"
         )
+
+    def longest(self, plan: RowPlan, prompt: int, answer: int) -> int:
+        """The tokens of the longest prompt below this one that fits with such an answer."""
+        for_rows = self.for_rows or 0
+        return max(0, bisect(range(prompt), for_rows, key=lambda n: plan.together([plan.slots(n, answer)])) - 1)
 
 
 def memory_limit(limit: int | Literal["device"] | None, weights: int) -> MemoryLimit:

@@ -206,6 +206,9 @@ def test_what_never_fits_is_refused_with_the_figure() -> None:
             error = check_error(server.post(prompt=LONG, max_tokens=1500, stream=stream), 400)
             assert error["code"] == "memory_limit_exceeded"
             assert "tokens and 256 of an answer take " in error["message"]
+            assert re.match(
+                r"prompt is too long: \d+ tokens > 256 maximum: ", error["message"]
+            )  # the rest is the answer's
             assert f"has {plan.nbytes(512) / 1e6:,.1f} MB" in error["message"]
         server.wait_until_empty()
 

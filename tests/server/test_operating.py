@@ -257,6 +257,7 @@ def _samples_of(kind: str, name: str) -> list[str]:
 def test_paths_that_the_operators_proxy_names_exist(server: Running) -> None:
     paths = {getattr(route, "path", "") for route in server.api.app.routes}
     page = (DOCS / "operate.md").read_text(encoding="utf-8")
-    (pattern,), (prefix,) = re.findall(r"location ~ (\S+) ", page), re.findall(r"location (/\S+) ", page)
-    assert {path for path in paths if re.search(pattern, path)} == {"/", "/chat", "/ready"}
+    (pages, figures), (prefix,) = re.findall(r"location ~ (\S+) ", page), re.findall(r"location (/\S+) ", page)
+    assert {path for path in paths if re.search(pages, path)} == {"/", "/chat", "/ready"}
+    assert {path for path in paths if re.search(figures, path)} == {"/memory", "/metrics"}
     assert {path for path in paths if path.startswith(prefix)} == {"/models/load", "/models/unload"}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def test_prompts_count_against_the_queue(strict: Running) -> None:
 
 
 def test_an_error_of_one_prompt_is_one_of_the_request(server: Running) -> None:
-    assert check_error(server.post(prompt=["import", "x " * 2000]), 400)["code"] == "context_length_exceeded"
+    error = check_error(server.post(prompt=["import", "x " * 2000]), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert re.match(r"prompt is too long: \d+ tokens > \d+ maximum: ", error["message"])
     assert check_error(server.post(prompt=[[1], [99_999]]), 400)["param"] == "prompt"
     server.wait_until_empty()
 
