@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,12 @@ def test_what_was_printed_before_can_be_added(folder: Path, monkeypatch: pytest.
             called(monkeypatch, "--add", words[0], str(folder / words[1]))
         assert ended.value.code == 2
     assert json.loads((folder / "performance" / "server.json").read_text())["result"] == {"own_4_throughput_ratio": 1.5}
+
+
+def test_the_summary_has_the_ratios_of_the_gpu() -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in performance.GPU.splitlines()]
+    servers = [float(row[3]) for row in rows if row[0].startswith("server")]
+    shared = [float(row[3]) for row in rows if re.fullmatch(r"\d+ \S [\d,]+", row[0])]
+    assert (len(servers), len(shared)) == (4, 7)
+    for line, ratios in zip(performance.SINGLE_RUNS, (servers, shared), strict=True):
+        assert line.endswith(f"| {min(ratios):.2f} | {max(ratios):.2f} |")

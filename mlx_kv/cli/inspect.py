@@ -274,12 +274,15 @@ def inspect_command(
     for score in scores or [settings.score]:  # bad settings are refused before anything is loaded
         replace(settings, score=score).checked()
 
+    from mlx_kv.cache.eviction.calibration import FITTED
     from mlx_kv.generation.encoding import encode_text
     from mlx_kv.generation.prefill import Instructions, prefill_step
     from mlx_kv.inspection import inspect_policies
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     network, tokenizer = model.load()
+    if settings.score is None and scores and FITTED in scores:  # then a calibration is asked for
+        settings = replace(settings, score=FITTED)
     policy = settings.policy(settings.calibration_for(network, model.name, recommend=False))
     policies = {score: replace(policy, score=score) for score in scores or ()} or {str(policy.score): policy}
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)

@@ -205,13 +205,7 @@ class PolicyOptions(PolicySettings):
             click.UsageError, ValueError: as `policy` and `calibration_for`.
         """
         needed = self.budget is not None or self.measured is not None
-        calibration = self.calibration_for(model, name) if needed else None
-        policy = self.policy(calibration)
-        if self.budget is not None and self._leaves_out(calibration):
-            say(
-                "note: --kv-budget does not use the calibration that was found, since fewer answers were right with "
-                "it: --kv-calibration FILE uses it"
-            )
+        policy = self.policy(self.calibration_for(model, name) if needed else None)
         if self.bits == cast(Any, AUTO):
             say(f"--kv-bits {AUTO} is {as_options(policy)}, as mlx-kv calibrate measured")
         elif self.measured is None and name not in bundled_models() and _too_coarse(policy, model):
@@ -253,7 +247,8 @@ class PolicyOptions(PolicySettings):
 
     def _need_calibration(self) -> list[str]:
         """The options that need a calibration."""
-        return [*([] if self.measured is None else [self.measured]), *self._calibrated_options()]
+        needs = self._calibrated_options()
+        return needs if self.measured is None else [self.measured, *needs]
 
     # --- the calibration ----------------------------------------------------------------------------------------------
 
@@ -275,6 +270,11 @@ class PolicyOptions(PolicySettings):
         if self.calibration_file is None and whole:
             calibration = find_calibration(model_path(name), model)
         if calibration is not None:
+            if self.budget is not None and self._leaves_out(calibration):
+                say(
+                    "note: --kv-budget does not use the calibration that was found, since fewer answers were right "
+                    "with it: --kv-calibration FILE uses it"
+                )
             return calibration
         for option in self._need_calibration():
             raise click.UsageError(

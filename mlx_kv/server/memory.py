@@ -187,8 +187,7 @@ class MemoryLimit:
 
     def longest(self, plan: RowPlan, prompt: int, answer: int) -> int:
         """The tokens of the longest prompt below this one that fits with such an answer."""
-        for_rows = self.for_rows or 0
-        return max(0, bisect(range(prompt), for_rows, key=lambda n: plan.together([plan.slots(n, answer)])) - 1)
+        return bisect(range(1, prompt), self.for_rows or 0, key=lambda n: plan.together([plan.slots(n, answer)]))
 
 
 def memory_limit(limit: int | Literal["device"] | None, weights: int) -> MemoryLimit:

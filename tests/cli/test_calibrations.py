@@ -106,6 +106,29 @@ def test_one_that_loses_answers_is_used_where_it_is_named(
         assert policies[-1].calibration == calibration
 
 
+def test_inspect_shows_what_is_kept_with_one_that_loses_answers(
+    command: Command, model: Path, calibration: Calibration, tmp_path: Path
+) -> None:
+    check = {"budget": 8, "before": 0.9, "after": 0.4}
+    answers = {"context": 16, "questions": 24, "full": 1.0, "budgets": [check]}
+    worse = replace(calibration, details={"answers": answers})
+
+    def kept(stored: Calibration, name: str, *words: Any) -> tuple[Any, str]:
+        save_calibration(beside(model), stored)
+        done = command("inspect", "--model", model, "--prompt", PROMPT, *SMALL, *words, "--json", tmp_path / name)
+        assert done.code == 0, done.err
+        return json.loads((tmp_path / name).read_text()), done.err
+
+    for words in (["--scores", "fitted,key_diff"], ["--kv-score", "fitted"]):
+        (same, _), (found, err) = kept(calibration, "good.json", *words), kept(worse, "worse.json", *words)
+        assert (found, "does not use" in err) == (same, False)
+    found, err = kept(worse, "found.json")
+    assert "note: --kv-budget does not use the calibration that was found" in err
+    beside(model).unlink()
+    done = command("inspect", "--model", model, "--prompt", PROMPT, *SMALL, "--json", tmp_path / "none.json")
+    assert (done.code, json.loads((tmp_path / "none.json").read_text())) == (0, found)
+
+
 def test_a_check_of_answers_that_is_none_is_refused(model: Path, calibration: Calibration) -> None:
     save_calibration(beside(model), replace(calibration, details={"answers": {"full": 1.0, "budgets": 3}}))
     with pytest.raises(ValueError, match="was damaged"):

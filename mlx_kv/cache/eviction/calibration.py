@@ -256,8 +256,9 @@ class Calibration:
     def loses_answers(self) -> bool:
         """Whether the model answered fewer of the questions about budgets right with it than without it."""
         answers: Answers | None = self.details.get("answers")
-        gained = sum(row["after"] - row["before"] for row in answers["budgets"]) if answers else 0.0
-        return gained < 0 and answers is not None and answers["full"] >= LEGIBLE
+        if not answers or answers["full"] < LEGIBLE:
+            return False
+        return sum(row["after"] - row["before"] for row in answers["budgets"]) < 0
 
     def smallest_bits(self, max_loss: float = MAX_LOSS) -> BitsLoss | None:
         """The bits with the fewest bytes a token whose loss and standard error are within a bound; None: no bits are.
