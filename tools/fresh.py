@@ -177,6 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="that no package index is reached is an error")
     parser.add_argument("--agents", type=Path, help="where npm has installed Claude Code and opencode")
     options = parser.parse_args(arguments)
+    for name in ("claude", "opencode") if options.agents else ():
+        if not (options.agents / "node_modules" / ".bin" / name).exists():
+            parser.error(f"--agents {options.agents}: {name} is not there; benchmarks/agents.py says how to install it")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = environment(folder)
