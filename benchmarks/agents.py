@@ -9,11 +9,12 @@ of pydantic-ai, are asked in each turn to read a file, call their own tool for i
 last asked to change one, and `edited` says whether it did (not pydantic-ai's, which has no tool for it). What the model
 says is written by a script: a grammar with one text holds each answer to it, so all else is the server's: templates,
 caches, tokens, streams. Without --model, the model has two thin layers with random weights, 131,072 positions, and the
-tokenizer of the bundled one. With it, a real one has a chat template that shows calls, but no tools where its context
-is short: they are most of what agents send.
+tokenizer of the bundled one. With it, a real one has a chat template that shows tools and calls. --requests keeps what
+the clients send; benchmarks/replay.py sends it to other servers.
 
 For each request: path, tokens of the prompt, how many were reused, how many an ideal cache would have had (the longest
-beginning that it has in common with the texts of earlier requests), and seconds to the first token. `changed_by_client`
+beginning that it has in common with the texts of earlier requests), and seconds to the first token. At
+last another conversation begins in the same folder: `read_anew` is how many tokens are read for it. `changed_by_client`
 is how many tokens at the end of the text so far, its answer included, the client sent otherwise the next time, and
 `failures` counts answers of 400 and more. A client that is not there is skipped with a word. One JSON line last.
 """
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import importlib
 import json
 import os
 import re
@@ -57,9 +60,41 @@ TEMPLATE = r"""{%- for message in messages %}
 {%- else %}{{ message.content }}{% endif %}
 {%- for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function %}
 {{- '<tool_call>{"name": "' + tool_call.name + '", "arguments": ' + (tool_call.arguments | tojson) + "}</tool_call>" }}
-{%- endfor %}{{ "<|im_end|>\n" }}TOOLS
+{%- endfor %}{{ "<|im_end|>\n" }}
+{%- if loop.first and tools %}{{ "<tools>" + (tools | tojson) + "</tools>\n" }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}"""
-TOOLS = '{% if loop.first and tools %}{{ "<tools>" + (tools | tojson) + "</tools>\\n" }}{% endif %}'
+THIN: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+# Full attention; every second layer has a sliding window; every second layer is recurrent.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 512, "sliding_window_pattern": 2},
+    "qwen3_next": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.5,
+    },
+}
 CONTEXT = 32_768  # positions that a model has at least: what it says is the script's
 
 
@@ -103,16 +138,22 @@ def serve(folder: str, log: Path | None, words: list[str]) -> None:
     from mlx_kv.cli.main import command
     from mlx_kv.generation import grammar
     from mlx_kv.generation.sequence import common_prefix
+    from mlx_kv.server import handler
     from mlx_kv.server.handler import CompletionResponse, ModelReader
 
     before: list[list[int]] = []
-    encode, respond = ModelReader._encode_chat, CompletionResponse.__call__
+    encode, respond, read = ModelReader._encode_chat, CompletionResponse.__call__, handler.read_body
 
     def scripted(self: Any, request: Any) -> list[int]:
         tokens = encode(self, request)
         request.constraint = grammar.choice([answer(request.messages, request.tools)])
         request.constraint_field, request.tools = "script", []  # they are in the prompt; a call is the script's alone
         return tokens
+
+    async def keep(request: Any, *limits: Any) -> Any:
+        body = await read(request, *limits)
+        request.state.body = copy.deepcopy(body)
+        return body
 
     async def record(self: Any, scope: Any, receive: Any, send: Any) -> None:
         job = self._choices[0].job
@@ -130,6 +171,7 @@ def serve(folder: str, log: Path | None, words: list[str]) -> None:
                 "first_token": None if first is None else round(first - job.since, 3),
                 "max_tokens": job.max_tokens,
                 "text": len(job.all_tokens),
+                "body": scope["state"]["body"],
             }
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -137,15 +179,15 @@ def serve(folder: str, log: Path | None, words: list[str]) -> None:
     ModelReader._encode_chat = scripted  # type: ignore[method-assign]
     if log is not None:
         CompletionResponse.__call__ = record  # type: ignore[method-assign]
+        handler.read_body = keep
         os.dup2(os.open(log.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     command(["serve", "--model", folder, "--log-level", "INFO", *words])
 
 
-def make_model(folder: Path, model: str | None) -> None:
-    """A model in an empty folder: two thin layers, or a real one's files with another chat template."""
+def make_model(folder: Path, model: str | None, family: str = "llama") -> None:
+    """A model in an empty folder: two thin layers of a family, or a real one's files with another chat template."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
-    from mlx_lm.models.llama import Model, ModelArgs
 
     from mlx_kv.bundled import model_path
 
@@ -157,19 +199,17 @@ def make_model(folder: Path, model: str | None) -> None:
     if model is None:
         for file in folder.glob("model*"):
             file.unlink()
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
-        config = {"model_type": "llama", "vocab_size": config["vocab_size"], "tie_word_embeddings": True, **sizes}
+        config = {"model_type": family, "vocab_size": config["vocab_size"], **THIN, **FAMILIES[family]}
+        module = importlib.import_module(f"mlx_lm.models.{family}")
         mx.random.seed(0)
-        weights = dict(tree_flatten(Model(ModelArgs.from_dict(config)).parameters()))
+        weights = dict(tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters()))
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    tools = TOOLS if config["max_position_embeddings"] >= CONTEXT else ""
     config["max_position_embeddings"] = max(config["max_position_embeddings"], CONTEXT)
     (folder / "config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").unlink()
-    settings["chat_template"] = TEMPLATE.replace("TOOLS", tools)
+    settings["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -197,11 +237,11 @@ class Client:
         """None for a part of this process."""
         return None if self.name == "pydantic-ai" else self._programs / self.name
 
-    def ask(self, turn: int) -> str:
-        """Asks for a turn; returns what the client says."""
+    def ask(self, turn: int, anew: bool = False) -> str:
+        """Asks for a turn, or anew for the first of another conversation; returns what the client says."""
         notes = self._at / f"notes{turn}.txt"
         notes.write_text(f"Notes of turn {turn}: " + "what was decided. " * 20)
-        return self._run(f"Read the file {notes} please.", turn)
+        return self._run(f"Read the file {notes} please.", 0 if anew else turn)
 
     def edits(self, turn: int) -> bool:
         """Asks to change a file; returns whether the client did so."""
@@ -286,11 +326,11 @@ def scripted_server(folder: Path, model: str | None) -> Iterator[tuple[str, Path
         yield url, log
 
 
-def converse(client: Client, turns: int, log: Path) -> list[dict[str, Any]]:
-    """The requests of a client, in so many turns."""
+def converse(client: Client, turns: Sequence[int], log: Path, anew: bool = False) -> list[dict[str, Any]]:
+    """The requests of a client, in these turns, or in one of another conversation."""
     begins, requests = len(log.read_text().splitlines()), []
-    for turn in range(turns):
-        said, known = client.ask(turn), len(requests)
+    for turn in turns:
+        said, known = client.ask(turn, anew), len(requests)
         time.sleep(0.5)  # the last line is written after the answer
         lines = [json.loads(line) for line in log.read_text().splitlines()[begins + known :]]
         requests += [{"turn": turn + 1, **line} for line in lines]
@@ -330,6 +370,7 @@ def main() -> None:
     parser.add_argument("--clients", default=",".join(CLIENTS), help="which of them")
     parser.add_argument("--model", help="a folder with a model; two thin layers otherwise")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--requests", type=Path, help="a file, for a line of JSON for each request, with its body")
     parser.add_argument("--edit", action="store_true", help="at last, let each change a file")
     for hidden in ("--serve", "--make", "--log"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -346,6 +387,8 @@ def main() -> None:
 
 def run(given: argparse.Namespace) -> None:
     """All conversations."""
+    if given.requests is not None:
+        given.requests.write_text("")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, scripted_server(Path(name), given.model) as (url, log):
         access = log.with_suffix(".log")
@@ -354,11 +397,17 @@ def run(given: argparse.Namespace) -> None:
             if client.program is not None and not client.program.exists():
                 print(f"{client_name}: skipped, since {client.program} is not there: see --help", flush=True)
                 continue
-            requests = converse(client, given.turns, log)
-            edited = client.edits(given.turns) if given.edit and client.program is not None else None
+            requests = converse(client, range(given.turns), log)
+            anew = converse(client, [given.turns], log, anew=True) if client.program is not None else []
+            edited = client.edits(given.turns + 1) if given.edit and client.program is not None else None
             failed = re.findall(r'"(?:GET|POST|HEAD) [^"]*" [45]\d\d', access.read_text()[seen:])
             print(*failed, sep="\n", end="\n" if failed else "", flush=True)
+            if given.requests is not None:
+                with given.requests.open("a") as file:
+                    file.writelines(json.dumps({"client": client_name, **each}) + "\n" for each in requests)
             results[client_name] = summary(requests, len(failed)) | ({} if edited is None else {"edited": edited})
+            if anew:
+                results[client_name]["read_anew"] = max(each["prompt"] - each["reused"] for each in anew)
     print(json.dumps(results))
 
 

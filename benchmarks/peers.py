@@ -187,11 +187,30 @@ def measure(words: list[str], model: str, workload: str, asked: list[Request], p
         }
 
 
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Options for the servers of other environments."""
+    parser.add_argument("--vllm-mlx", help="the program of another environment")
+    parser.add_argument("--rapid-mlx", help="the program of another environment")
+
+
+def commands(options: argparse.Namespace, model: str) -> dict[str, list[str]]:
+    """What starts each server.
+
+    Args:
+        model: the whole path of its folder, by which Rapid-MLX knows it.
+    """
+    found = {"mlx_kv": [*OURS, "--model", model], "mlx_lm": [*MLX_LM, "--model", model]}
+    if options.vllm_mlx:
+        found["vllm_mlx"] = [options.vllm_mlx, "serve", model, "--continuous-batching"]
+    if options.rapid_mlx:
+        found["rapid_mlx"] = [options.rapid_mlx, "serve", model, "--yes", "--no-preflight"]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a directory; on a CPU, in float32")
-    parser.add_argument("--vllm-mlx", help="the program of another environment")
-    parser.add_argument("--rapid-mlx", help="the program of another environment")
+    add_peers(parser)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--shared", type=int, default=2000, help="tokens that prompts have in common")
@@ -200,16 +219,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a run failed")
     options = parser.parse_args()
-    options.model = str(Path(options.model).resolve())  # Rapid-MLX knows a model by its whole path
+    options.model = str(Path(options.model).resolve())
     tokenizer = mlx_kv.load(options.model)[1]
-    servers = {
-        "mlx_kv": [*OURS, "--model", options.model],
-        "mlx_lm": [*MLX_LM, "--model", options.model],
-    }
-    if options.vllm_mlx:
-        servers["vllm_mlx"] = [options.vllm_mlx, "serve", options.model, "--continuous-batching"]
-    if options.rapid_mlx:
-        servers["rapid_mlx"] = [options.rapid_mlx, "serve", options.model, "--yes", "--no-preflight"]
+    servers = commands(options, options.model)
     line: dict[str, Any] = {"benchmark": "peers", "clients": options.clients, "shared": options.shared}
     for workload in options.workloads.split(","):
         asked = requests(workload, options, tokenizer)

@@ -210,6 +210,7 @@ OTHER_PAGES = {
     "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads)",
     "models": "several models under one limit: [several models](several-models.md#what-is-in-memory)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
+    "replay": "what coding agents sent, in four servers: [comparison](comparison.md#one-coding-agent)",
     "peers": "four servers side by side: [comparison](comparison.md#figures)",
     "ranks": "several machines: [clusters](clusters.md)",
     "file_questions": "quality of scores, questions about files: [evaluation results](eval-results.md)",

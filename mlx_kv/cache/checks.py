@@ -47,7 +47,10 @@ def token_ids(given: Any, vocabulary: int = MOST_TOKENS + 1, what: str = "the pr
     try:
         if isinstance(listed, (str, bytes)):
             raise TypeError
-        ids = [_index(token) for token in listed]
+        # Prompts of agents have tens of thousands of tokens, all of them plain.
+        ids = list(listed)
+        if not set(map(type, ids)) <= {int}:
+            ids = [_index(token) for token in ids]
     except TypeError:
         raise ValueError(f"{what} is {shown(given)}: give token ids, whole numbers from 0 up") from None
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:

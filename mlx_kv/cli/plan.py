@@ -37,9 +37,10 @@ Examples:
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
-allocate them in multiples of 256, and where nothing was reserved up to half as many more (twice, below 1,024).
-Layers that share keys and values are counted once. The type is what this device computes in, float32 on a CPU; plan
-for a GPU with --dtype bfloat16."""
+allocate them in multiples of 256, and where nothing was reserved up to half as many more, at most 8,192 (twice,
+below 1,024); a server takes this slack only where there is room. Layers that share keys and
+values are counted once. The type is what this device computes in, float32 on a CPU; plan for a GPU with
+--dtype bfloat16."""
 ABOUT_RANKS = """\
 Weights are as stored; while they are loaded, one tensor of the whole model is there beside them. Every rank has the
 embeddings and what makes logits. The rank that has the least room decides how much all of them can hold."""

@@ -39,6 +39,7 @@ from mlx_kv.settings import as_int, shown
 
 # Blocks of a GPU are larger: each that a row refers to takes calls in each layer and step.
 BLOCK_SLOTS = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 8192}
+MOST_USED = 7 / 8  # of an entry's tokens, from which on others lose little if it goes on in a row alone
 LEAST_SLOTS = 32  # of a shared piece; fewer are copied, as many short pieces are slow to restore
 
 
@@ -182,11 +183,12 @@ class BlockCaches:
         ends = {end for strip in self._strips for end in accumulate(count for _, count in strip.pieces)}
         return sorted(ends - {tokens}, reverse=True)
 
-    def restore(self, excess: int, tokens: int) -> list[Any]:
+    def restore(self, excess: int, tokens: int, shares: bool = True) -> list[Any]:
         """New caches without the last `excess` tokens; computed on first use.
 
         Args:
             tokens: that the caches will hold soon; capacity for them is allocated.
+            shares: whether full caches refer to the blocks, so that other rows can share them.
 
         Raises:
             ValueError: the caches can't be trimmed so far.
@@ -205,7 +207,7 @@ class BlockCaches:
             for cache in layers:
                 buffers = cache.view.buffers
                 assert buffers is not None
-                if can_share(cache):
+                if shares and can_share(cache):
                     pieces = tuple((block.segment(first, buffers), count) for block, count in strip.pieces)
                     cache.view.chain = cut_chain(pieces, used)
                 first += sum(len(buffer.planes) for buffer in buffers)
@@ -364,13 +366,40 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             entry's blocks as segments, other caches are copies. The caller may change either: blocks are never
             written to.
         """
-        best = self._table.best(packed(tokens), self._bound())
+        key = packed(tokens)
+        best = self._table.best(key, self._bound())
         if best is None:
             return None
         name, count = best
         entry = self._table[name]
         self._table.touch(name, time.monotonic())
-        return entry.caches.restore(len(entry) - count, len(tokens)), count
+        return entry.caches.restore(len(entry) - count, len(key) // 4), count
+
+    def take(self, tokens: Sequence[int], common: int = 0) -> tuple[list[Any], int] | None:
+        """As `find`, and removes the entry, where there is no room for it beside a row.
+
+        Args:
+            common: first tokens that a row reads, too, and could share.
+
+        Returns:
+            Also None, with the entry as the last one used, if it has much more than what these tokens use of it, or if
+            most of that is in common.
+        """
+        key = packed(tokens)
+        name, count = self._table.best(key, self._bound()) or ("", 0)
+        if not count:
+            return None
+        entry = self._table[name]
+        if count < MOST_USED * len(entry) or 2 * common >= count:
+            self._table.touch(name, time.monotonic())
+            return None
+        self._remove(name)
+        return entry.caches.restore(len(entry) - count, len(key) // 4, shares=False), count
+
+    def held_bytes(self, segments: Iterable[Segment]) -> int:
+        """Bytes of those segments of rows that are blocks of entries."""
+        held = {segment for block in self._table.blocks for segment in block.segments.values()}
+        return sum(segment.nbytes for segment in segments if segment in held)
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Keeps a copy of the caches that have read exactly these tokens, unless an entry serves as well.
@@ -462,7 +491,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
 class RankBlocks(Part, BlockCaches):
     """The leader's part of an entry."""
 
-    def restore(self, excess: int, tokens: int) -> list[Any]:
+    def restore(self, excess: int, tokens: int, shares: bool = True) -> list[Any]:
         caches = RankCaches(self.group, super().restore(excess, tokens))
         self.group.tell("restore", self.number, excess, tokens)
         return caches

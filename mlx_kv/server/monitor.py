@@ -280,6 +280,8 @@ def match_prefix(tokens: bytes, reused: int, memory: PromptMemory) -> PrefixMatc
     if nearest is None:
         return PrefixMatch(count, reused, None if reused else Reason.NONE_KEPT)
     entry, common = nearest
+    if common < reused:  # what was reused has gone on in the row
+        return PrefixMatch(count, reused)
     if common < min(len(entry), count):
         return PrefixMatch(count, reused, Reason.DIFFERS, common, entry.tokens)
     return PrefixMatch(count, reused, None if reused >= min(common, count - 1) else Reason.NOT_TRIMMABLE, common)

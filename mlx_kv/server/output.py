@@ -67,7 +67,8 @@ class Job:
         evicted: tokens no longer in its caches, those evicted before they were cached included.
         answer: tokens so far.
         resumed: tokens of the answer that are read with the prompt, since the row was lost and starts again.
-        caches: of the lost row, and how many tokens they have read, if it cannot be read again as it was.
+        caches: what its row begins with, and how many tokens that has read: of a lost row that cannot be read again as
+            it was, or a cached prefix without room for a copy.
         thinking: a limit of its thinking.
         served: the model that answers; None is the server's first.
         images: of the prompt.

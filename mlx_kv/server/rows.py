@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.row_classes import min_saving
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.admission import continue_from, shares_up_to, tokens_of
@@ -33,7 +34,7 @@ from mlx_kv.mlxlm.heads import DraftHead, head_policy
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prefixes.index import MIN_SHARED
+from mlx_kv.prefixes.index import MIN_SHARED, shared
 from mlx_kv.prefixes.memory import PromptMemory, RankMemory
 from mlx_kv.prefixes.reader import draft_mark, needs_checkpoints
 from mlx_kv.prefixes.store import PackedEntry, PromptStore, StoredPrompt
@@ -262,7 +263,8 @@ class Rows:
     def planned(self, candidate: Job | None = None) -> int:
         """Bytes of all rows with the answers that they are likely to have, and of one job that may get a row.
 
-        A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
+        A batch that has just lost its longest row may hold more than the others need: then what it holds counts, but
+        for segments that are cached prefixes.
         """
         jobs = [*self.active.values(), *(() if candidate is None else (candidate,))]
         if not jobs:
@@ -273,7 +275,9 @@ class Rows:
         needed, decoding = self.plan.together(slots), len(self.engine.rows)
         if not decoding:
             return needed
-        allocated = sum(int(cache.nbytes) for cache in leaves(self.engine.caches))
+        caches = list(leaves(self.engine.caches))
+        segments = [each for cache in caches if isinstance(cache, SegmentedCache) for each in cache.segments]
+        allocated = sum(int(cache.nbytes) for cache in caches) - self.prefixes.memory.held_bytes(segments)
         return max(needed, allocated if shares else allocated * len(jobs) // decoding)
 
     def _expect(self, job: Job) -> int:
@@ -336,10 +340,16 @@ class Rows:
         self.active[job.number], job.has_row = job, True  # from here on, a failure ends it
         self.prefixes.request(job)
 
+    def take_prefix(self, job: Job) -> None:
+        """Takes the longest cached prefix of a job out of memory, where that has no room beside its row."""
+        if job.caches is None and self._group is None and self._keeps(job):
+            common = max((shared(job.prompt, other.prompt) for other in self.active.values()), default=0)
+            job.caches = self.prefixes.take(job.prompt, common)
+
     def _started(self, job: Job, sequence: TokenSequence) -> None:
         """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
         if self._settings.keeps_prompts and self._group is None:  # others may have been kept while it waited
-            caches, count = self.prefixes.find(job.to_read, above=max(1, len(sequence.before)))
+            caches, count = self.prefixes.find(job.prompt, above=max(1, len(sequence.before)))
             continue_from(sequence, count, caches)
         job.evicted = max(tokens_evicted(sequence.caches or ()), default=0)  # counted with the job that cached them
         if job.started:
@@ -424,7 +434,7 @@ class Rows:
     def _keep_read(self, job: Job) -> None:
         """Caches what the row of a job has read so far."""
         if self._keeps(job):
-            self._keep(job, self.engine.extract(job.number))
+            self._keep(job, self.engine.extract(job.number) if job.caches is None else job.caches[0])
 
     def _keep(self, job: Job, caches: list[Any] | None) -> None:
         """Caches the tokens of a job, given evaluated copies of its row's caches."""
@@ -573,16 +583,19 @@ class TieredPrefixes:
             stored = load.result()
             caches = None if stored is None else self._attempt(partial(store.restore, stored))
             if stored is None or caches is None:
-                yield job, *self.find(job.to_read)
+                yield job, *self.find(job.prompt)
             else:
                 self._attempt(partial(self.memory.keep, job.to_read[: stored.count], caches))
                 yield job, caches, stored.count
         requests, self._requests = self._requests, []
         for job in requests:
+            if job.caches is not None:
+                yield job, None, 0
+                continue
             tokens, min_tokens = job.to_read, self._serves(self.memory, job.prompt) + MIN_SHARED
             is_stale = time.monotonic() - self._refreshed > REFRESH_EVERY
             if store is None or len(tokens) <= min_tokens:
-                yield job, *self.find(tokens)
+                yield job, *self.find(job.prompt)
             elif self._load is not None:  # what is being loaded may serve this prompt, too
                 self._requests.append(job)
             elif is_stale or self._serves(store, job.prompt) >= min_tokens:
@@ -590,13 +603,24 @@ class TieredPrefixes:
                 self._load = job, self._on_disk(partial(self._fetch, store, tokens, min_tokens, is_stale))
                 self._load[1].add_done_callback(lambda _: self._wake())
             else:
-                yield job, *self.find(tokens)
+                yield job, *self.find(job.prompt)
 
-    def find(self, tokens: list[int], above: int = 0) -> tuple[list[Any] | None, int]:
-        """Caches of the longest prefix in memory, and its length; None and 0 if it is not much longer than `above`."""
-        if above and self._serves(self.memory, tokens) < above + MIN_SHARED:
+    def find(self, prompt: bytes, above: int = 0) -> tuple[list[Any] | None, int]:
+        """Caches of the longest prefix in memory, and its length; None and 0 if it is not much longer than `above`.
+
+        Args:
+            prompt: packed tokens.
+        """
+        if above and self._serves(self.memory, prompt) < above + MIN_SHARED:
             return None, 0
-        return self._attempt(partial(self.memory.find, tokens)) or (None, 0)
+        return self._attempt(partial(self.memory.find, prompt)) or (None, 0)
+
+    def take(self, prompt: bytes, common: int) -> tuple[list[Any], int] | None:
+        """Takes the longest prefix out of memory, as caches; None if it had better stay, or the store has more."""
+        in_memory = self._serves(self.memory, prompt)
+        if not in_memory or (self.store is not None and self._serves(self.store, prompt) >= in_memory + MIN_SHARED):
+            return None
+        return self._attempt(partial(self.memory.take, prompt, common))
 
     def _serves(self, prefixes: PromptMemory | PromptStore, tokens: Sequence[int]) -> int:
         return self._attempt(lambda: prefixes.serves(tokens)) or 0

@@ -405,6 +405,10 @@ class Worker:
         kept = [job.caches[0] for job in self._waiting if job is not candidate and job.caches is not None]
         return sum(int(cache.nbytes) for caches in kept for cache in leaves(caches))
 
+    def _fits_prefixes(self, planned: int) -> bool:
+        """Whether all cached prefixes fit beside planned rows."""
+        return (left := self.limit.left(planned)) is None or self._kept_prompts <= left
+
     def _shrink_prefixes(self, planned: int) -> None:
         """Drops cached prefixes from memory that leave no room for planned rows, of the least recently used models."""
         if (left := self.limit.left(planned)) is None:
@@ -427,6 +431,8 @@ class Worker:
                 if self._at_work or (missing and not self.limit.fits(more)):
                     return False
                 break
+        if job is not None and not self._fits_prefixes(planned + more) and served.state == "loaded":
+            served.rows.take_prefix(job)
         self._shrink_prefixes(planned + more)
         for weights in missing:
             weights.begin()

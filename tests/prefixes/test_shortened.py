@@ -22,6 +22,7 @@ HISTORY = st.lists(
     st.one_of(
         st.tuples(st.just("keep"), st.integers(0, 2), st.integers(64, 320), st.integers(0, 200)),
         st.tuples(st.just("find"), st.integers(0, 2), st.integers(65, 320), st.integers(0, 200)),
+        st.tuples(st.just("take"), st.integers(0, 2), st.integers(65, 320), st.integers(0, 200)),
         st.tuples(st.just("shrink"), st.integers(0, 500)),
     ),
     min_size=2,
@@ -87,8 +88,11 @@ def test_any_history_in_any_memory(kind: str, history: list[tuple[Any, ...]], li
             memory.shrink(arguments[0] * per_token)
             assert memory.nbytes <= arguments[0] * per_token
         else:
-            tokens = text(*arguments)
-            found = memory.find(tokens)
+            tokens, held = text(*arguments), len(memory)
+            found = memory.find(tokens) if what == "find" else memory.take(tokens)
+            assert len(memory) == held - (what == "take" and found is not None)
+            if found is not None:
+                assert what == "find" or not any(cache.chain for cache in found[0])
             # Trimmed rings hand out other dead slots, and what was quantised late stays so: `test_blocks` has these.
             if found is not None and kind in ("plain", "8 bits", "budget"):
                 assert as_fresh(found[0], fresh(kind, tokens[: found[1]]), found[1])
@@ -96,6 +100,21 @@ def test_any_history_in_any_memory(kind: str, history: list[tuple[Any, ...]], li
         for entry in memory._table.entries().values():
             assert len(entry) >= MIN_SHARED
             assert entry.least <= len(entry)
+
+
+def test_what_is_taken_is_nobody_elses() -> None:
+    """An entry of which much is not used stays, and so does one whose beginning a row has, too."""
+    tokens = list(range(320))
+    memory = PromptMemory(1000 * SLOT, fingerprint="a")
+    memory.keep(tokens, conversation_of(tokens))
+    used, less = [*tokens[:280], 999, 998], [*tokens[:279], 999, 998]
+    assert memory.take([500, *tokens]) is None
+    assert memory.take(less) is None
+    assert memory.take(used, common=140) is None
+    assert memory.serves(used) == 280
+    caches, count = memory.take(used, common=139) or ([], 0)
+    assert (count, len(memory), memory.nbytes) == (280, 0, 0)
+    assert as_fresh(caches, conversation_of(tokens[:280]), 280)
 
 
 def test_two_conversations_in_turns() -> None:
@@ -153,7 +172,7 @@ def test_what_falls_out_of_memory_is_in_the_store(tmp_path: Path) -> None:
 
     class Job:
         def __init__(self, tokens: list[int]) -> None:
-            self.to_read, self.prompt = tokens, packed(tokens)
+            self.to_read, self.prompt, self.caches = tokens, packed(tokens), None
 
     tokens = list(range(400))
     store = PromptStore(tmp_path, fingerprint="a")
@@ -161,6 +180,7 @@ def test_what_falls_out_of_memory_is_in_the_store(tmp_path: Path) -> None:
     tiers.keep(tokens, conversation_of(tokens))
     tiers._disk.submit(lambda: None).result()
     assert tiers.memory.serves([*tokens, 1]) == 200
+    assert tiers.take(packed([*tokens, 1]), 0) is None  # the store has more
     tiers.request(Job([*tokens, 1]))  # type: ignore[arg-type]
     assert list(tiers.look_up()) == []
     tiers._disk.submit(lambda: None).result()

@@ -38,6 +38,62 @@ def test_a_conversation_goes_on_from_its_answer(draft: bool, stop: str | None) -
         server.wait_until(lambda: server.http.get("/memory").json()["prompt_memory"] > 0)
 
 
+@pytest.mark.parametrize(
+    ("policy", "draft"),
+    [(CachePolicy(), False), (CachePolicy(bits=8), False), (CachePolicy(), True)],
+    ids=["full", "8 bits", "draft"],
+)
+def test_conversations_that_fill_the_room_are_reused(policy: CachePolicy, draft: bool) -> None:
+    """There is no room for the prefix of a conversation beside its row, nor for that of another one."""
+    with running(policy, draft=draft) as plain:
+        plan, weights = plain.worker.default.plan, plain.worker.limit.weights
+        room = plan.nbytes(2816)
+        with running(policy, draft=draft, prompt_memory_bytes=room, memory_limit=weights + room) as server:
+            texts, reused = [LONG[:4200], LONG[-1500:]], list[int]()
+            for turn in range(4):
+                for number, text in enumerate(texts):
+                    answer = server.post(prompt=text, max_tokens=8).json()
+                    assert answer["choices"][0]["text"] == plain.complete(text, 8)
+                    usage = answer["usage"]
+                    assert turn == 0 or usage["prompt_tokens"] - cached(answer) <= 24
+                    reused.append(cached(answer))
+                    texts[number] = text + answer["choices"][0]["text"] + f"\n\n    def other{turn}"
+            assert max(reused) > 1408  # more than half of the room
+            reports = server.http.get("/memory").json()["prefixes"]
+            assert {report["reason"] for report in reports[2:]} <= {None, "differs"}
+            assert server.worker.monitor.snapshot.prompt_memory <= room
+
+
+@pytest.mark.parametrize("ends", ["before it is read", "without being kept"])
+def test_a_prefix_without_room_beside_its_row_comes_back(ends: str) -> None:
+    with running() as free:
+        plan, weights = free.worker.default.plan, free.worker.limit.weights
+    room = plan.nbytes(3328)
+    with running(prompt_memory_bytes=room, memory_limit=weights + room, max_batch_size=2) as server:
+        first = server.post(prompt=LONG, max_tokens=4).json()["usage"]["prompt_tokens"]
+        server.wait_until_kept()
+        if ends == "before it is read":
+            started = threading.Event()
+            step = server.rows.engine.step
+
+            def no_step() -> Any:
+                started.set()
+                time.sleep(0.02)
+                return []
+
+            server.rows.engine.step = no_step  # type: ignore[method-assign]
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/completions", json={"prompt": LONG + "#", "max_tokens": 9}, timeout=0.5)
+            assert started.wait(5)
+            server.wait_until(lambda: not server.rows.active)
+            server.rows.engine.step = step  # type: ignore[method-assign]
+        else:  # what its row has from the prefix is not counted beside it
+            server.worker.monitor.due = lambda idle: True  # type: ignore[method-assign]
+            assert server.post(prompt=LONG + "#", max_tokens=9, cache={"keep": False}).status_code == 200
+        again = server.post(prompt=LONG + "\n# 2", max_tokens=4).json()
+        assert cached(again) >= (first - 4 if ends == "before it is read" else 512)
+
+
 @functools.cache
 def unshared(policy: CachePolicy) -> list[str]:
     """What a server that keeps nothing answers to each of the prompts that share all but their ends."""
