@@ -14,6 +14,9 @@ within the system prompt. The model has the chat template of benchmarks/agents.p
 thin layers of a --family with random weights: full attention (llama), every second layer with a window of 512 tokens
 (gemma3_text) or recurrent (qwen3_next). There tokenizer and host count for more than they do with a model of use.
 
+In a terminal, Claude Code's first line has a number that changes with each request; without one, as it was recorded, it
+has none. --changing-line puts it there.
+
 Each server is a new process with an empty home folder, and answers one short request before. For each request: seconds
 from sending to the end of its answer, nearly all of them for the prompt, and the cached tokens that the server reports
 (null if it reports none). `first` is the longest request of the first turn, `later` the mean over all requests of later
@@ -42,10 +45,12 @@ from peers import add_peers, commands, peak, tuned_blas
 from server import process
 
 
-def in_session(body: dict[str, Any], session: int) -> dict[str, Any]:
-    """What the agent would have sent from another repository."""
-    copy: dict[str, Any] = json.loads(json.dumps(body).replace("-repository", f"-repository-{session}"))
-    return copy
+def in_session(body: dict[str, Any], session: int, number: int | None) -> dict[str, Any]:
+    """What the agent would have sent from another repository, and with another first line if a number is given."""
+    text = json.dumps(body).replace("-repository", f"-repository-{session}")
+    text = text if number is None else text.replace("cc_entrypoint=sdk-cli;", f"cc_entrypoint=cli; cch={number:05x};")
+    changed: dict[str, Any] = json.loads(text)
+    return changed
 
 
 def send(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[float, int | None]:
@@ -65,23 +70,28 @@ def send(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[float, 
     return time.perf_counter() - begin, cached
 
 
-def converse(client: httpx.Client, requests: list[dict[str, Any]], session: int) -> list[tuple[float, int | None]]:
-    return [send(client, each["path"], in_session(each["body"], session)) for each in requests]
+def converse(
+    client: httpx.Client, requests: list[dict[str, Any]], session: int, changes: bool
+) -> list[tuple[float, int | None]]:
+    return [
+        send(client, each["path"], in_session(each["body"], session, number if changes else None))
+        for number, each in enumerate(requests)
+    ]
 
 
-def measure(words: list[str], model: str, requests: list[dict[str, Any]], sessions: int) -> dict[str, Any]:
+def measure(words: list[str], model: str, requests: list[dict[str, Any]], asked: argparse.Namespace) -> dict[str, Any]:
     """The figures of one server, in a process of its own, or why there are none."""
     preloaded = {"LD_PRELOAD": blas} if (blas := tuned_blas()) else {}
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home,
-        ThreadPoolExecutor(sessions) as pool,
+        ThreadPoolExecutor(asked.sessions) as pool,
         process(words, os.environ | preloaded | {"HOME": home}) as (url, pid),
         httpx.Client(base_url=url, timeout=3600, headers={"Authorization": "Bearer none"}) as client,
     ):
         begun = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
         try:
             send(client, "/v1/chat/completions", begun)
-            found = list(pool.map(lambda session: converse(client, requests, session), range(sessions)))
+            found = list(pool.map(lambda n: converse(client, requests, n, asked.changing_line), range(asked.sessions)))
         except (httpx.HTTPError, ValueError) as error:
             return {"failed": str(error)}
         every = [(each["turn"], *one) for answers in found for each, one in zip(requests, answers, strict=True)]
@@ -102,6 +112,11 @@ def main() -> None:
     parser.add_argument("--model", help="a folder; on a CPU, in float32; two thin layers otherwise")
     parser.add_argument("--family", choices=FAMILIES, default="llama", help="of the two thin layers")
     parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument(
+        "--changing-line",
+        action="store_true",
+        help="Claude Code's first line with a number that differs in each request",
+    )
     parser.add_argument("--tokens", type=int, default=8, help="of each answer")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--servers", default="mlx_kv,mlx_lm,vllm_mlx,rapid_mlx")
@@ -125,7 +140,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
         for number in range(options.rounds):
             for name in list(servers)[:: 1 if number % 2 == 0 else -1]:
-                runs[name].append(measure(servers[name], model, requests, options.sessions))
+                runs[name].append(measure(servers[name], model, requests, options))
                 print(f"{name:<9} {runs[name][-1]}", file=sys.stderr, flush=True)
     line: dict[str, Any] = {"benchmark": "replay", "client": options.client, "sessions": options.sessions}
     for name, each in runs.items():

@@ -304,6 +304,7 @@ class Rows:
         """Ends the only job if it needs more memory than there is."""
         (job,) = self.active.values()
         if (error := limit.refusal(self.plan, len(job.tokens), job.room)) is not None:
+            self._keep_read(job)
             self.engine.cancel(job.number)
             self.fail([job], error, 400)
 
