@@ -488,14 +488,11 @@ class Engine:
     def extract(self, index: int) -> list[Any] | None:
         """Evaluated copies of the caches of a sequence that decodes, or whose prompt is being read.
 
-        Of one that waits, the caches that it begins with, if it has any.
         They may hold more tokens than were returned (see their offset): a pass may be on its way, and a draft may have
         been right beyond the end. None for others, for prompts that are read twice, or if they cannot be trimmed.
         """
         if index in (rows := self.rows):
             return self._extracted(rows.index(index))
-        if waiting := [sequence.caches for sequence in self._waiting if sequence.index == index]:
-            return waiting[0]
         reading = [row for row, pending in enumerate(self._admission.rows) if pending.sequence.index == index]
         with mx.stream(generation_stream):
             return evaluate_caches(self._admission.extract(reading[0])) if reading else None

@@ -69,6 +69,8 @@ class Job:
         resumed: tokens of the answer that are read with the prompt, since the row was lost and starts again.
         caches: what its row begins with, and how many tokens that has read: of a lost row that cannot be read again as
             it was, or a cached prefix without room for a copy.
+        checkpoint: tokens of the prompt that were read, and the caches of then that later ones can't be trimmed to,
+            None for others; where there was no room for them as a cached prefix.
         thinking: a limit of its thinking.
         served: the model that answers; None is the server's first.
         images: of the prompt.
@@ -95,6 +97,7 @@ class Job:
     answer: list[int] = field(default_factory=list)
     resumed: int = 0
     caches: tuple[list[Any], int] | None = None
+    checkpoint: tuple[int, list[Any]] | None = None
     thinking: ThinkingLimit | None = None
     served: Any = None
     images: tuple[Any, ...] = ()

@@ -6,6 +6,7 @@ bytes only. A failure of the disk costs a prompt the time to be read again, and 
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import time
@@ -18,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.layout import Append
 from mlx_kv.cache.row_classes import min_saving
 from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import LOCAL, Communicator
@@ -31,10 +33,10 @@ from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.attention import attends_by_class
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.heads import DraftHead, head_policy
-from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.traverse import is_ours, leaves, trim_prompt_cache
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prefixes.index import MIN_SHARED, shared
+from mlx_kv.prefixes.index import MIN_SHARED, min_tokens, shared
 from mlx_kv.prefixes.memory import PromptMemory, RankMemory
 from mlx_kv.prefixes.reader import draft_mark, needs_checkpoints
 from mlx_kv.prefixes.store import PackedEntry, PromptStore, StoredPrompt
@@ -200,6 +202,7 @@ class Rows:
         wake: called from any thread when `step` has something to do.
         deliver: called with the output of each step.
         group: the ranks of which this is the first; None is a single machine.
+        fits_prefix: whether a cached prefix of so many bytes fits beside all rows.
 
     Attributes:
         active: jobs with a row, by number.
@@ -220,7 +223,9 @@ class Rows:
         deliver: Callable[[list[OutputChunk]], None],
         limit: MemoryLimit,
         group: RankGroup | None = None,
+        fits_prefix: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
+        self._fits_prefix = fits_prefix
         self._models, self._settings, self.policy = models, settings, policy
         self._monitor, self._metrics, self._output, self._group = monitor, monitor.metrics, deliver, group
         self.active: dict[int, Job] = {}
@@ -352,6 +357,7 @@ class Rows:
         if self._settings.keeps_prompts and self._group is None:  # others may have been kept while it waited
             caches, count = self.prefixes.find(job.prompt, above=max(1, len(sequence.before)))
             continue_from(sequence, count, caches)
+        job.caches = None  # the row's now
         job.evicted = max(tokens_evicted(sequence.caches or ()), default=0)  # counted with the job that cached them
         if job.started:
             return
@@ -376,7 +382,7 @@ class Rows:
     def _submit(self, job: Job, caches: list[Any] | None, count: int) -> None:
         """Submits a job to the engine, with caches that have read so many tokens of its prompt."""
         if job.caches is not None:
-            (caches, count), job.caches = job.caches, None
+            caches, count = job.caches
         sampler = job.sampling.sampler(len(job.to_read), self._models.tokenizer)
         before, tokens = job.to_read[:count], job.to_read[count:]
         sequence = TokenSequence(job.number, tokens, job.max_tokens, self._detokenizer(job), sampler, caches, before)
@@ -387,7 +393,7 @@ class Rows:
         sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar, *thinking), job.top_logprobs
         sequence.private, sequence.on_start = not job.keep, partial(self._started, job)
         if job.keep and self._checkpoints:
-            sequence.keep = self.prefixes.keep
+            sequence.keep = partial(self._keep_prompt, job)
         try:
             self.engine.submit(sequence)
         except ValueError as error:
@@ -442,8 +448,31 @@ class Rows:
         if caches is None:
             return
         tokens, read = job.all_tokens, tokens_of(caches)
-        if self.engine.trim(caches, max(0, read - len(tokens))):
-            self.prefixes.keep(tokens[:read], caches)
+        if not self.engine.trim(caches, max(0, read - len(tokens))):
+            return
+        self.prefixes.keep(tokens[:read], caches)
+        if job.checkpoint is not None:
+            (count, states), job.checkpoint = job.checkpoint, None
+            full = [copy.deepcopy(cache) for cache, state in zip(caches, states, strict=True) if state is None]
+            later = min(read, len(tokens)) - count
+            if min_tokens(full, count + later) <= count and trim_prompt_cache(full, later) == later:
+                rest = iter(full)
+                self.prefixes.keep(tokens[:count], [next(rest) if state is None else state for state in states])
+
+    def _keep_prompt(self, job: Job, tokens: list[int], caches: list[Any]) -> None:
+        """Caches what was read of a prompt, of which the caches at its end will not hold all.
+
+        Where that has no room beside the row, only what those will not hold is kept until the row ends.
+        """
+        full = [is_ours(cache) and cache.evictor is None and type(cache.layout) is Append for cache in caches]
+        nbytes, new = (
+            sum(int(cache.nbytes) for cache in leaves(caches)),
+            len(tokens) - self.prefixes.memory.serves(tokens),
+        )
+        if self._group is not None or not any(full) or self._fits_prefix(nbytes * new // len(tokens)):
+            self.prefixes.keep(tokens, caches)
+        else:
+            job.checkpoint = len(tokens), [None if each else cache for each, cache in zip(full, caches, strict=True)]
 
     def cancel(self, job: Job) -> bool:
         """Ends a job at any stage; returns whether it had a row here."""

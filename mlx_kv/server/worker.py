@@ -306,6 +306,7 @@ class Worker:
             lambda chunks: self.deliver(chunks),
             replace(self.limit, weights=served.nbytes),
             self.group,
+            lambda nbytes: self._fits_prefixes(self._planned() + nbytes),
         )
 
     def _bind(self) -> None:
@@ -407,7 +408,7 @@ class Worker:
 
     def _fits_prefixes(self, planned: int) -> bool:
         """Whether all cached prefixes fit beside planned rows."""
-        return (left := self.limit.left(planned)) is None or self._kept_prompts <= left
+        return self.limit.fits(planned + self._kept_prompts)
 
     def _shrink_prefixes(self, planned: int) -> None:
         """Drops cached prefixes from memory that leave no room for planned rows, of the least recently used models."""
@@ -619,7 +620,7 @@ class Worker:
         if not (any(grown) or self._crowded):
             return
         self._crowded = False
-        while not self.limit.fits(planned := self._planned()):
+        while not self.limit.fits(self._planned()):
             if self._free_unused():
                 continue
             self._current = newest = max(self._active, key=lambda served: max(served.rows.active))
@@ -634,7 +635,7 @@ class Worker:
                 break
             self._waiting.appendleft(job)
             self._blocked_at = None
-        self._shrink_prefixes(planned)
+        self._shrink_prefixes(self._planned())
 
     def _admit_waiting(self) -> None:
         """Gives rows to waiting jobs in their order, as far as there is room.

@@ -115,6 +115,35 @@ def test_prompts_of_other_families_are_found_again(
         assert kept.worker.metrics.total("engine_failures") == 0
 
 
+@pytest.mark.parametrize("said", [False, True], ids=["another answer", "the answer"])
+@pytest.mark.parametrize(
+    ("family", "policy", "draft"),
+    [
+        *[(family, CachePolicy(), False) for family in ("llama", "gemma3_text", "gpt_oss", "qwen3_next")],
+        ("gemma3_text", CachePolicy(bits=8, group_size=32), False),
+        ("lfm2", CachePolicy(), True),
+    ],
+    ids=str,
+)
+def test_a_conversation_fills_the_room(
+    family: str, policy: CachePolicy, draft: bool, said: bool, reference: Any
+) -> None:
+    """What the end of the row does not hold of the end of the prompt waits for it, where both have no room."""
+    with worker_at_work(reference, family, policy, 0, draft) as alone:
+        plan, weights = alone.worker.default.plan, alone.worker.limit.weights
+        room = plan.nbytes(1280)
+        with worker_at_work(reference, family, policy, room, draft, memory_limit=weights + room) as one:
+            tokens, known = PROMPT, 0
+            for turn in range(5):
+                before, asked = len(tokens), one.ask(tokens)
+                assert asked.wait() == alone.ask(tokens).wait()
+                assert asked.job.cached >= known
+                known = len(asked.job.all_tokens) - 1 - 2 * draft if said else before - 1
+                tokens = [*(asked.job.all_tokens if said else [*tokens, 91]), *PROMPT[turn : turn + 60]]
+            assert before > 900
+            assert one.worker.monitor.metrics.total("engine_failures") == 0
+
+
 def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(reference: Any) -> None:
     with worker_at_work(reference, "llama") as one:
         one.ask(PROMPT[::-1], 2).wait()
