@@ -322,6 +322,7 @@ class Rows:
         job = self.active[max(self.active)]
         if self.policy.budget is None:
             self._keep_read(job)
+            job.caches = None
         elif (caches := self.engine.extract(job.number)) is not None:
             if self._keeps(job):
                 self._keep(job, caches)
