@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 LONGEST_FILE = 1_000  # lines; where one asks whether it is one noun
 MOST_IN_ROOT = 10
 # Of mlx_kv, as tools/codelines.py counts. A change that raises one says why in its message.
-MOST_CODE_LINES = 28_372
+MOST_CODE_LINES = 28_374
 MOST_FILES = 140
 MOST_WIRING = 0.223  # imports and signatures, of the code lines
 # Public for all their underscores: of named tuples, and `os._exit`.

@@ -207,6 +207,7 @@ class BlockCaches:
             for cache in layers:
                 buffers = cache.view.buffers
                 assert buffers is not None
+                cache.view.chain = ()
                 if shares and can_share(cache):
                     pieces = tuple((block.segment(first, buffers), count) for block, count in strip.pieces)
                     cache.view.chain = cut_chain(pieces, used)
@@ -375,26 +376,28 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         self._table.touch(name, time.monotonic())
         return entry.caches.restore(len(entry) - count, len(key) // 4), count
 
-    def take(self, tokens: Sequence[int], common: int = 0) -> tuple[list[Any], int] | None:
-        """As `find`, and removes the entry, where there is no room for it beside a row.
+    def take(self, tokens: Sequence[int], common: int = 0, room: int = 0) -> tuple[list[Any], int] | None:
+        """As `find`, and removes the entry, where there is no room for all entries beside a row.
 
         Args:
             common: first tokens that a row reads, too, and could share.
+            room: bytes beside the row. What a longer entry will not serve, other prompts may need: it stays if it fits.
 
         Returns:
-            Also None, with the entry as the last one used, if it has much more than what these tokens use of it, or if
-            most of that is in common.
+            Also None, with the entry as the last one used, if it has much more than what these tokens use of it, if
+            most of that is in common, or if it stays.
         """
         key = packed(tokens)
         name, count = self._table.best(key, self._bound()) or ("", 0)
         if not count:
             return None
         entry = self._table[name]
-        if count < MOST_USED * len(entry) or 2 * common >= count:
+        if count < MOST_USED * len(entry) or 2 * common >= count or (entry.least and entry.bytes <= room):
             self._table.touch(name, time.monotonic())
             return None
+        caches = entry.caches.restore(len(entry) - count, len(key) // 4, shares=False)
         self._remove(name)
-        return entry.caches.restore(len(entry) - count, len(key) // 4, shares=False), count
+        return caches, count
 
     def held_bytes(self, segments: Iterable[Segment]) -> int:
         """Bytes of those segments of rows that are blocks of entries."""

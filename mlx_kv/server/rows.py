@@ -347,11 +347,15 @@ class Rows:
         self.active[job.number], job.has_row = job, True  # from here on, a failure ends it
         self.prefixes.request(job)
 
-    def take_prefix(self, job: Job) -> None:
-        """Takes the longest cached prefix of a job out of memory, where that has no room beside its row."""
+    def take_prefix(self, job: Job, room: int) -> None:
+        """Takes the longest cached prefix of a job out of memory, where not all have room beside its row.
+
+        Args:
+            room: bytes beside it.
+        """
         if job.caches is None and self._group is None and self._keeps(job):
             common = max((shared(job.prompt, other.prompt) for other in self.active.values()), default=0)
-            job.caches = self.prefixes.take(job.prompt, common)
+            job.caches = self.prefixes.take(job.prompt, common, room)
 
     def _started(self, job: Job, sequence: TokenSequence) -> None:
         """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
@@ -465,12 +469,12 @@ class Rows:
 
         Where that has no room beside the row, only what those will not hold is kept until the row ends.
         """
-        full = [is_ours(cache) and cache.evictor is None and type(cache.layout) is Append for cache in caches]
-        nbytes, new = (
-            sum(int(cache.nbytes) for cache in leaves(caches)),
-            len(tokens) - self.prefixes.memory.serves(tokens),
-        )
-        if self._group is not None or not any(full) or self._fits_prefix(nbytes * new // len(tokens)):
+        full = [
+            is_ours(cache) and type(cache.layout) is Append and cache.evictor is None and cache.view.residual is None
+            for cache in caches
+        ]
+        nbytes = sum(int(cache.nbytes) for cache in leaves(caches))
+        if self._group is not None or not any(full) or self._fits_prefix(nbytes):
             self.prefixes.keep(tokens, caches)
         else:
             job.checkpoint = len(tokens), [None if each else cache for each, cache in zip(full, caches, strict=True)]
@@ -646,12 +650,12 @@ class TieredPrefixes:
             return None, 0
         return self._attempt(partial(self.memory.find, prompt)) or (None, 0)
 
-    def take(self, prompt: bytes, common: int) -> tuple[list[Any], int] | None:
+    def take(self, prompt: bytes, common: int, room: int) -> tuple[list[Any], int] | None:
         """Takes the longest prefix out of memory, as caches; None if it had better stay, or the store has more."""
         in_memory = self._serves(self.memory, prompt)
         if not in_memory or (self.store is not None and self._serves(self.store, prompt) >= in_memory + MIN_SHARED):
             return None
-        return self._attempt(partial(self.memory.take, prompt, common))
+        return self._attempt(partial(self.memory.take, prompt, common, room))
 
     def _serves(self, prefixes: PromptMemory | PromptStore, tokens: Sequence[int]) -> int:
         return self._attempt(lambda: prefixes.serves(tokens)) or 0

@@ -306,7 +306,7 @@ class Worker:
             lambda chunks: self.deliver(chunks),
             replace(self.limit, weights=served.nbytes),
             self.group,
-            lambda nbytes: self._fits_prefixes(self._planned() + nbytes),
+            lambda nbytes: self.limit.fits(self._planned() + nbytes),
         )
 
     def _bind(self) -> None:
@@ -406,10 +406,6 @@ class Worker:
         kept = [job.caches[0] for job in self._waiting if job is not candidate and job.caches is not None]
         return sum(int(cache.nbytes) for caches in kept for cache in leaves(caches))
 
-    def _fits_prefixes(self, planned: int) -> bool:
-        """Whether all cached prefixes fit beside planned rows."""
-        return self.limit.fits(planned + self._kept_prompts)
-
     def _shrink_prefixes(self, planned: int) -> None:
         """Drops cached prefixes from memory that leave no room for planned rows, of the least recently used models."""
         if (left := self.limit.left(planned)) is None:
@@ -432,8 +428,10 @@ class Worker:
                 if self._at_work or (missing and not self.limit.fits(more)):
                     return False
                 break
-        if job is not None and not self._fits_prefixes(planned + more) and served.state == "loaded":
-            served.rows.take_prefix(job)
+        left = self.limit.left(planned + more)
+        if job is not None and left is not None and left < self._kept_prompts and served.state == "loaded":
+            served.rows.take_prefix(job, left)
+            planned = self._planned(job)
         self._shrink_prefixes(planned + more)
         for weights in missing:
             weights.begin()

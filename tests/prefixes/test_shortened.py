@@ -117,6 +117,31 @@ def test_what_is_taken_is_nobody_elses() -> None:
     assert as_fresh(caches, conversation_of(tokens[:280]), 280)
 
 
+def test_what_was_found_before_is_taken_without_its_old_blocks() -> None:
+    """They would be held beside the copy."""
+    tokens = list(range(320))
+    memory = PromptMemory(1000 * SLOT, fingerprint="a")
+    memory.keep(tokens, conversation_of(tokens))
+    caches, _ = memory.find([*tokens, 1]) or ([], 0)
+    assert any(cache.chain for cache in caches)
+    read(caches, range(320, 400), 320)
+    memory.keep([*tokens, *range(320, 400)], caches)
+    caches, count = memory.take([*range(400), 1]) or ([], 0)
+    assert count == 400
+    assert not any(cache.chain for cache in caches)
+
+
+def test_a_prefix_that_no_longer_one_serves_stays_where_it_fits() -> None:
+    tokens = list(range(320))
+    memory = PromptMemory(2**24, fingerprint="a")
+    memory.keep(tokens, fresh("ring", tokens))
+    (entry,) = memory._table.entries().values()
+    assert entry.least
+    assert memory.take([*tokens, 1], room=entry.bytes) is None
+    assert memory.serves([*tokens, 1]) == 320
+    assert (memory.take([*tokens, 1], room=entry.bytes - 1) or ([], 0))[1] == 320
+
+
 def test_two_conversations_in_turns() -> None:
     """Each of 0.6 of the memory: the newest is whole, the other one has what is left, and what both share is there."""
     first, second = ([*range(128), *([500 + number] * 256)] for number in range(2))
@@ -180,7 +205,7 @@ def test_what_falls_out_of_memory_is_in_the_store(tmp_path: Path) -> None:
     tiers.keep(tokens, conversation_of(tokens))
     tiers._disk.submit(lambda: None).result()
     assert tiers.memory.serves([*tokens, 1]) == 200
-    assert tiers.take(packed([*tokens, 1]), 0) is None  # the store has more
+    assert tiers.take(packed([*tokens, 1]), 0, 0) is None  # the store has more
     tiers.request(Job([*tokens, 1]))  # type: ignore[arg-type]
     assert list(tiers.look_up()) == []
     tiers._disk.submit(lambda: None).result()
