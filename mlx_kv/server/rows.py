@@ -627,15 +627,15 @@ class TieredPrefixes:
             if job.caches is not None:
                 yield job, None, 0
                 continue
-            tokens, min_tokens = job.to_read, self._serves(self.memory, job.prompt) + MIN_SHARED
+            enough = self._serves(self.memory, job.prompt) + MIN_SHARED
             is_stale = time.monotonic() - self._refreshed > REFRESH_EVERY
-            if store is None or len(tokens) <= min_tokens:
+            if store is None or len(job.to_read) <= enough:
                 yield job, *self.find(job.prompt)
             elif self._load is not None:  # what is being loaded may serve this prompt, too
                 self._requests.append(job)
-            elif is_stale or self._serves(store, job.prompt) >= min_tokens:
+            elif is_stale or self._serves(store, job.prompt) >= enough:
                 self._refreshed = time.monotonic() if is_stale else self._refreshed
-                self._load = job, self._on_disk(partial(self._fetch, store, tokens, min_tokens, is_stale))
+                self._load = job, self._on_disk(partial(self._fetch, store, job.prompt, enough, is_stale))
                 self._load[1].add_done_callback(lambda _: self._wake())
             else:
                 yield job, *self.find(job.prompt)
@@ -652,8 +652,8 @@ class TieredPrefixes:
 
     def take(self, prompt: bytes, common: int, room: int) -> tuple[list[Any], int] | None:
         """Takes the longest prefix out of memory, as caches; None if it had better stay, or the store has more."""
-        in_memory = self._serves(self.memory, prompt)
-        if not in_memory or (self.store is not None and self._serves(self.store, prompt) >= in_memory + MIN_SHARED):
+        enough = self._serves(self.memory, prompt) + MIN_SHARED
+        if self.store is not None and self._serves(self.store, prompt) >= enough:
             return None
         return self._attempt(partial(self.memory.take, prompt, common, room))
 
@@ -689,10 +689,10 @@ class TieredPrefixes:
 
     # --- in the disk's thread -----------------------------------------------------------------------------------------
 
-    def _fetch(self, store: PromptStore, tokens: list[int], min_tokens: int, refresh: bool) -> StoredPrompt | None:
+    def _fetch(self, store: PromptStore, prompt: bytes, enough: int, refresh: bool) -> StoredPrompt | None:
         if refresh:
             store.refresh()
-        return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
+        return store.fetch(prompt) if store.serves(prompt) >= enough else None
 
     def _write(self, store: PromptStore, new: PackedEntry) -> None:
         """Writes an entry. If the disk refuses it, none is written for a while, and that is logged once.
